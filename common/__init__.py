@@ -1,0 +1,1 @@
+"""What both services share. Imports neither of them."""

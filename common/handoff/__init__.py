@@ -1,0 +1,1 @@
+"""How captured hidden states reach the drafter and drafts come back."""

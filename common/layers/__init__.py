@@ -1,0 +1,1 @@
+"""Building blocks of both models: functions over plain tensors, no state of their own."""

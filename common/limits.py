@@ -1,0 +1,81 @@
+"""Every limit of the product, with its reason. No torch, no grpc.
+
+A limit is applied to a resolved value before anything is allocated. The `check_*` functions raise
+`InvalidRequest` naming field, limit and value.
+"""
+
+from __future__ import annotations
+
+from common.errors import InvalidRequest
+
+# --- tensors on the wire -------------------------------------------------------------------------
+
+# 2 MiB a tensor: 40 KiB a token at 8B scale (5 layers x 4096 x bf16), so 51 rows; a message stays
+# far under gRPC's limit below and the receiver's copy short.
+TENSOR_BYTES_MAX = 2 * 1024 * 1024
+# Nothing we send has more than 2 dimensions; 4 leaves room without letting a shape be a payload.
+TENSOR_RANK_MAX = 4
+# 2**31 rows of one byte already pass every byte limit; a larger dimension can only be hostile.
+TENSOR_DIM_MAX = 2**31 - 1
+
+# gRPC's default is 4 MiB. Twice that holds the largest tensor and 256 sessions' fields with room.
+MESSAGE_BYTES_MAX = 8 * 1024 * 1024
+
+# --- requests ------------------------------------------------------------------------------------
+
+REQUEST_ID_CHARS_MAX = 128
+# More stop ids than this are a sign of a wrong field, and each is compared with each token.
+STOP_TOKEN_IDS_MAX = 64
+TEMPERATURE_MAX = 100.0
+# Below this a temperature divides logits into infinities; it means greedy, so say 0.
+TEMPERATURE_MIN = 1e-3
+SEED_MAX = 2**64 - 1
+
+# Waiting requests: at 32 running and a second each, 512 waiting is 16 s of queue. A caller behind
+# that is better served by RESOURCE_EXHAUSTED, which a gateway retries elsewhere.
+REQUESTS_WAITING_MAX = 512
+REQUESTS_RUNNING_MAX = 256
+# Commands (submit, abort) between the front and the core before the front refuses work.
+CORE_INBOX_MAX = 2048
+# Tokens that a slow reader may leave unread; beyond it that stream alone ends.
+STREAM_BACKLOG_TOKENS_MAX = 4096
+
+# --- model ---------------------------------------------------------------------------------------
+
+CONTEXT_LEN_MAX = 1 << 20
+HIDDEN_SIZE_MAX = 1 << 16
+LAYERS_MAX = 512
+VOCAB_ROWS_MAX = 1 << 22
+CAPTURED_LAYERS_MAX = 32
+BLOCK_SIZE_MAX = 64
+# A safetensors header is JSON that is parsed before anything else is known about the file.
+SAFETENSORS_HEADER_BYTES_MAX = 64 * 1024 * 1024
+
+# --- drafter -------------------------------------------------------------------------------------
+
+SESSIONS_MAX = 1024
+INSTANCE_ID_CHARS_MAX = 64
+# Messages that wait for the drafter's engine per stream. The target gives up on a step after its
+# deadline, so a longer queue holds only work that nobody waits for.
+DRAFT_QUEUE_MAX = 8
+# Entries (opens, extends, drafts, closes) of each kind in one message.
+DRAFT_ENTRIES_MAX = SESSIONS_MAX
+
+# --- link ----------------------------------------------------------------------------------------
+
+# Consecutive missed deadlines after which the target stops asking and probes.
+BREAKER_MISSES_MAX = 3
+# A dead drafter is looked for this often.
+PROBE_INTERVAL_S = 1.0
+# A handshake moves no tensors; a peer that needs longer is not fit to be asked each step.
+HANDSHAKE_DEADLINE_S = 2.0
+# Longest prefix that is recomputed to give a re-opened session its context back: about a second of
+# prefill for a 135M model on two cores, and far less on a GPU.
+RECAPTURE_TOKENS_MAX = 512
+
+
+def check_range(field: str, value: float, low: float, high: float) -> None:
+    """Raise InvalidRequest unless low <= value <= high (NaN never is)."""
+    if not low <= value <= high:
+        raise InvalidRequest(field, limit=f"{low:g} to {high:g}", given=value)
+

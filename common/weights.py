@@ -1,0 +1,123 @@
+"""Checkpoints: config.json and safetensors, nothing else. No pickle, no code from a checkpoint.
+
+Headers are checked before anything is allocated; every tensor must be taken by the model exactly as
+it is named and shaped, so that a loader can never load nothing in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common import limits
+from common.errors import CheckpointError
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory as a dict; CheckpointError when it is not one."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError("config.json", "must exist in the model directory", given=directory.name) from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CheckpointError("config.json", f"must be JSON ({error})", given=directory.name) from None
+    if not isinstance(config, dict):
+        raise CheckpointError("config.json", "must be an object", given=type(config).__name__)
+    return config
+
+
+def int_field(config: dict[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
+    """An integer of config.json within [low, high]; missing without a default is an error."""
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise CheckpointError(key, f"must be an integer from {low} to {high}", given=value)
+    return value
+
+
+class Checkpoint:
+    """The tensors of a directory's *.safetensors, read when they are taken.
+
+    Use: `take` each tensor the model has, then `finish`, which refuses a file with tensors that no
+    one took.
+    """
+
+    def __init__(self, directory: Path, *, strip_prefix: str = "") -> None:
+        """strip_prefix is removed from names that carry it, e.g. `model.`."""
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError("safetensors", "at least one *.safetensors file must exist", given=directory.name)
+        self._files = {}
+        self._where: dict[str, tuple[str, str]] = {}
+        for path in files:
+            _check_header(path)
+            try:
+                # Opened lazily: a mapping, no tensor is read yet.
+                opened = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise CheckpointError("safetensors", f"file is corrupted ({error})", given=path.name) from None
+            self._files[path.name] = opened
+            for stored in opened.keys():  # noqa: SIM118 (not a dict)
+                name = stored.removeprefix(strip_prefix)
+                if name in self._where:
+                    raise CheckpointError("safetensors", "a tensor stands in two files", given=name)
+                self._where[name] = (path.name, stored)
+        self._untaken = set(self._where)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Tensor `name`, which must have exactly `shape`, cast to `dtype` (None keeps it)."""
+        if name not in self._where:
+            raise CheckpointError("safetensors", "a tensor is missing", given=name)
+        file, stored = self._where[name]
+        opened = self._files[file]
+        actual = tuple(opened.get_slice(stored).get_shape())
+        if actual != shape:
+            raise CheckpointError(name, f"must have shape {list(shape)}", given=list(actual))
+        self._untaken.discard(name)
+        tensor = opened.get_tensor(stored)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def ignore(self, name: str) -> None:
+        """Name a tensor that is known and not needed (a tied lm_head stored twice)."""
+        self._untaken.discard(name)
+
+    def finish(self) -> None:
+        """Raise CheckpointError if a tensor was never taken."""
+        if self._untaken:
+            raise CheckpointError("safetensors", "unexpected tensors", given=sorted(self._untaken)[:5])
+
+
+def fingerprint(tensors: dict[str, torch.Tensor], rows_max: int = 64) -> str:
+    """A short name for weights: sha256 over names, types, shapes and evenly spaced rows.
+
+    Rows rather than everything: 64 rows tell two checkpoints apart, and hashing gigabytes at start
+    tells no more. Equal only for equal types, so both sides must hash what the file holds.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        step = max(1, tensor.shape[0] // rows_max)
+        sample = tensor[::step].contiguous().view(torch.uint8).cpu().numpy()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(sample.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a file whose declared header or data cannot be in it, before the parser sees it."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+    declared = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else None
+    limit = min(size - 8, limits.SAFETENSORS_HEADER_BYTES_MAX)
+    if declared is None or not 2 <= declared <= limit:
+        raise CheckpointError("safetensors header", f"must be 2 to {max(limit, 0)} bytes", given=declared)

@@ -1,0 +1,1 @@
+"""The two services. Neither imports the other."""

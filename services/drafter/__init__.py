@@ -1,0 +1,1 @@
+"""The drafter: turns the target's captured hidden states into draft blocks."""

@@ -1,0 +1,283 @@
+"""DFlash version 1: a draft network over the target's captured hidden states (arXiv 2602.06036v2).
+
+Context enters as K/V only: `f = RMSNorm(fc · captured)`, then each layer's k and v of f. A block
+[anchor, mask …] attends to the context and to itself, in both directions. Knows tensors and slots;
+nothing of sessions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from common import limits
+from common.contract import DraftContract, TargetContract, unfit
+from common.embedding import SharedWeights
+from common.errors import CheckpointError
+from common.layers.attention import BIDIRECTIONAL, Mask, RaggedBatch, paged_attention
+from common.layers.mlp import swiglu
+from common.layers.norm import rms_norm
+from common.layers.rope import RopeTable, apply_rope, build_rope_table
+from common.weights import Checkpoint, fingerprint, int_field, read_config
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """config.json of a draft in z-lab's format. `layer_masks[i]` is what layer i's block rows see."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    max_len: int
+    block_size: int
+    mask_token_id: int
+    captured_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    layer_masks: tuple[Mask, ...]
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> DFlashConfig:
+        """Parse and check. Keys of `dflash_config` come before the top level; a key that stands in
+        both with different values is an error, and taps and mask id are never guessed."""
+        architecture = (config.get("architectures") or [None])[0]
+        if architecture != "DFlashDraftModel":
+            raise CheckpointError("architectures", "must be DFlashDraftModel", given=architecture)
+        if config.get("attention_bias"):
+            raise CheckpointError("attention_bias", "must be false", given=True)
+        for key in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+            if config.get(key) is not None:
+                raise CheckpointError(key, "is not served yet; must be absent", given=config[key])
+        draft = _draft_keys(config)
+        num_layers = int_field(config, "num_hidden_layers", 1, limits.LAYERS_MAX)
+        num_heads = int_field(config, "num_attention_heads", 1, 1024)
+        taps = draft.get("target_layer_ids")
+        if not isinstance(taps, list) or not taps or not all(isinstance(i, int) for i in taps):
+            raise CheckpointError("target_layer_ids", "must be a list of layer ids", given=taps)
+        vocab_size = int_field(config, "vocab_size", 1, limits.VOCAB_ROWS_MAX)
+        return cls(
+            hidden_size=int_field(config, "hidden_size", 1, limits.HIDDEN_SIZE_MAX),
+            intermediate_size=int_field(config, "intermediate_size", 1, 1 << 20),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=int_field(config, "num_key_value_heads", 1, num_heads),
+            head_dim=int_field(config, "head_dim", 2, 1024),
+            rms_norm_eps=float(config["rms_norm_eps"]),
+            vocab_size=vocab_size,
+            max_len=int_field(config, "max_position_embeddings", 1, limits.CONTEXT_LEN_MAX),
+            block_size=int_field(draft, "block_size", 2, limits.BLOCK_SIZE_MAX),
+            mask_token_id=int_field(draft, "mask_token_id", 0, limits.VOCAB_ROWS_MAX),
+            captured_layer_ids=tuple(taps),
+            num_target_layers=int_field(config, "num_target_layers", 1, limits.LAYERS_MAX),
+            layer_masks=_layer_masks(config, num_layers),
+        )
+
+
+@dataclass(frozen=True)
+class DFlashLayer:
+    """Weights of a draft layer."""
+
+    input_norm: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DFlashWeights:
+    """All weights of a draft; embedding and lm_head stay with the target."""
+
+    fc: torch.Tensor
+    hidden_norm: torch.Tensor
+    norm: torch.Tensor
+    layers: list[DFlashLayer]
+
+
+class DFlash:
+    """A loaded draft. Weights are read-only; the KV cache belongs to the caller."""
+
+    def __init__(
+        self, config: DFlashConfig, weights: DFlashWeights, shared: SharedWeights, rope: RopeTable,
+        contract: DraftContract,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.contract = contract
+        self.dtype = shared.embedding.dtype
+        self._shared = shared
+        self._weights = weights
+        self._rope = rope
+        # One GEMM gives all layers' context K and V: [L * 2 * kv_heads * head_dim, H].
+        self._context_kv = torch.cat([w for layer in weights.layers for w in (layer.k, layer.v)])
+        self._k_norms = torch.stack([layer.k_norm for layer in weights.layers])
+        self._qkv = [torch.cat([layer.q, layer.k, layer.v]) for layer in weights.layers]
+        self._qk_norms = [
+            torch.cat([layer.q_norm.expand(config.num_heads, -1), layer.k_norm.expand(config.num_kv_heads, -1)])
+            for layer in weights.layers
+        ]
+
+    @classmethod
+    def load(cls, directory: Path, shared: SharedWeights, target: TargetContract) -> DFlash:
+        """Read a draft for this target; CheckpointError when file or fit is wrong."""
+        raw = read_config(directory)
+        config = DFlashConfig.from_json(raw)
+        for key, ours, theirs in (
+            ("hidden_size", target.hidden_size, config.hidden_size),
+            ("num_target_layers", target.num_layers, config.num_target_layers),
+            ("vocab_size", target.vocab_rows, config.vocab_size),
+        ):
+            if ours != theirs:
+                raise CheckpointError(key, f"must equal the target's {ours}", given=theirs)
+        checkpoint = Checkpoint(directory, strip_prefix="model.")
+        weights, name = take_weights(checkpoint, config, shared.embedding.dtype)
+        checkpoint.finish()
+        contract = DraftContract(
+            captured_layer_ids=config.captured_layer_ids,
+            block_size=config.block_size,
+            num_draft_tokens=config.block_size - 1,
+            mask_token_id=config.mask_token_id,
+            context_len_max=config.max_len,
+            weights_fingerprint=name,
+        )
+        wrong = unfit(target, contract)
+        if wrong:
+            raise CheckpointError(wrong[0].field, f"must be {wrong[0].ours}", given=wrong[0].theirs)
+        # A block may begin at the last position of the context.
+        rope = build_rope_table(config.head_dim, config.max_len + config.block_size, raw)
+        return cls(config, weights, shared, rope, contract)
+
+    def append_context(
+        self, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor
+    ) -> None:
+        """Project captured rows into every layer's K/V and store them, once and for good.
+
+        captured `[N, T*H]`; positions, slots `[N]` int64;
+        kv `[num_layers, 2, num_slots, num_kv_heads, head_dim]`.
+        """
+        c, w = self.config, self._weights
+        context = rms_norm(linear(captured, w.fc), w.hidden_norm, c.rms_norm_eps)
+        both = linear(context, self._context_kv)
+        both = both.view(-1, c.num_layers, 2, c.num_kv_heads, c.head_dim)
+        cos, sin = self._rope.at(positions)
+        for i in range(c.num_layers):
+            kv[i, 0][slots] = apply_rope(rms_norm(both[:, i, 0], self._k_norms[i], c.rms_norm_eps), cos, sin)
+            kv[i, 1][slots] = both[:, i, 1]
+
+    def draft(self, anchors: torch.Tensor, kv: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+        """Draft a block after each anchor: `[S]` int64 to draft tokens `[S, block_size - 1]` int64.
+
+        batch has block_size rows a span, at positions p … p+K, whose K/V goes to the slots after the
+        context and is overwritten by the next append. Greedy; ties go to the lowest id.
+        """
+        block = anchors.new_full((anchors.shape[0], self.config.block_size), self.config.mask_token_id)
+        block[:, 0] = anchors
+        hidden = self.block_hidden(block.flatten(), kv, batch).view(*block.shape, -1)
+        # Row 0 stands at the anchor's own position: nothing to predict there.
+        return self.logits(hidden[:, 1:]).argmax(dim=-1)
+
+    def block_hidden(self, block_ids: torch.Tensor, kv: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+        """Run block rows `[N]` through the layers: the normed output `[N, H]`."""
+        c, w = self.config, self._weights
+        rope = self._rope.at(batch.positions)
+        x = embedding(block_ids, self._shared.embedding)
+        for i, layer in enumerate(w.layers):
+            x = x + self._attention(rms_norm(x, layer.input_norm, c.rms_norm_eps), i, kv[i], batch, rope)
+            x = x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
+        return rms_norm(x, w.norm, c.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's lm_head over normed rows `[..., H]`: `[..., vocab_rows]`."""
+        return linear(hidden, self._shared.lm_head)
+
+    def _attention(
+        self, h: torch.Tensor, index: int, kv: torch.Tensor, batch: RaggedBatch,
+        rope: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        c = self.config
+        heads = linear(h, self._qkv[index]).view(h.shape[0], -1, c.head_dim)
+        num_qk = c.num_heads + c.num_kv_heads
+        ones = torch.ones(c.head_dim, dtype=h.dtype, device=h.device)
+        normed = rms_norm(heads[:, :num_qk], ones, c.rms_norm_eps) * self._qk_norms[index]
+        q, k = apply_rope(normed, *rope).split([c.num_heads, c.num_kv_heads], dim=1)
+        kv[0][batch.slots] = k
+        kv[1][batch.slots] = heads[:, num_qk:]
+        mixed = paged_attention(q, kv[0], kv[1], batch, c.layer_masks[index], c.head_dim**-0.5)
+        return linear(mixed, self._weights.layers[index].o)
+
+
+def take_weights(checkpoint: Checkpoint, c: DFlashConfig, dtype: torch.dtype) -> tuple[DFlashWeights, str]:
+    """All tensors of a draft cast to dtype, and the fingerprint of what the file holds."""
+    stored: dict[str, torch.Tensor] = {}
+
+    def take(name: str, *shape: int) -> torch.Tensor:
+        stored[name] = checkpoint.take(name, shape)
+        return stored[name].to(dtype)
+
+    hidden, inner = c.hidden_size, c.intermediate_size
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layers = []
+    for i in range(c.num_layers):
+        attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
+        layers.append(DFlashLayer(
+            input_norm=take(f"layers.{i}.input_layernorm.weight", hidden),
+            q=take(f"{attention}.q_proj.weight", q_size, hidden),
+            k=take(f"{attention}.k_proj.weight", kv_size, hidden),
+            v=take(f"{attention}.v_proj.weight", kv_size, hidden),
+            o=take(f"{attention}.o_proj.weight", hidden, q_size),
+            q_norm=take(f"{attention}.q_norm.weight", c.head_dim),
+            k_norm=take(f"{attention}.k_norm.weight", c.head_dim),
+            post_norm=take(f"layers.{i}.post_attention_layernorm.weight", hidden),
+            gate_up=torch.cat([
+                take(f"{mlp}.gate_proj.weight", inner, hidden), take(f"{mlp}.up_proj.weight", inner, hidden),
+            ]),
+            down=take(f"{mlp}.down_proj.weight", hidden, inner),
+        ))  # fmt: skip
+    fc = take("fc.weight", hidden, len(c.captured_layer_ids) * hidden)
+    weights = DFlashWeights(fc, take("hidden_norm.weight", hidden), take("norm.weight", hidden), layers)
+    return weights, fingerprint(stored)
+
+
+def _draft_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """block_size, mask_token_id and target_layer_ids from wherever the checkpoint has them."""
+    nested = config.get("dflash_config") or {}
+    found = {}
+    for key in ("block_size", "mask_token_id", "target_layer_ids"):
+        if key in nested and key in config and nested[key] != config[key]:
+            raise CheckpointError(key, "differs between dflash_config and the top level",
+                                  given=[nested[key], config[key]])  # fmt: skip
+        value = nested.get(key, config.get(key))
+        if value is None:
+            raise CheckpointError(key, "must be given in dflash_config or at the top level", given=None)
+        found[key] = value
+    return found
+
+
+def _layer_masks(config: dict[str, Any], num_layers: int) -> tuple[Mask, ...]:
+    """full_attention is bidirectional; sliding_attention has a window, and is causal inside the
+    block unless the checkpoint says `is_causal: false`."""
+    kinds = config.get("layer_types") or ["full_attention"] * num_layers
+    if len(kinds) != num_layers:
+        raise CheckpointError("layer_types", f"must have {num_layers} entries", given=len(kinds))
+    sliding = None
+    if "sliding_attention" in kinds:
+        window = int_field(config, "sliding_window", 1, limits.CONTEXT_LEN_MAX)
+        sliding = Mask(causal=config.get("is_causal", True), window=window)
+    masks = []
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise CheckpointError("layer_types", "must be full_attention or sliding_attention", given=kind)
+        masks.append(sliding if kind == "sliding_attention" and sliding else BIDIRECTIONAL)
+    return tuple(masks)

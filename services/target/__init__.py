@@ -1,0 +1,1 @@
+"""The target: prefill, verify, sampling, and the stream to the caller."""

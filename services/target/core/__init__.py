@@ -1,0 +1,1 @@
+"""The step loop of the target and what it is made of."""

@@ -1,0 +1,1 @@
+"""The edge of the target: gRPC in, token deltas out. No torch."""

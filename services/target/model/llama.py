@@ -1,0 +1,177 @@
+"""Llama-family decoder (Llama, SmolLM2): weights, and one forward over a ragged batch.
+
+Knows tensors and slots; nothing of requests, sampling or drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from common import limits
+from common.contract import TargetContract
+from common.embedding import PREFIX, SharedWeights, take_shared_weights, target_contract
+from common.errors import CheckpointError
+from common.layers.attention import CAUSAL, RaggedBatch, paged_attention
+from common.layers.mlp import swiglu
+from common.layers.norm import rms_norm
+from common.layers.rope import RopeTable, apply_rope, build_rope_table
+from common.weights import Checkpoint, int_field, read_config
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The keys of config.json that the forward needs."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    max_len: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> LlamaConfig:
+        """Parse and check; CheckpointError names the key."""
+        architecture = (config.get("architectures") or [None])[0]
+        if architecture != "LlamaForCausalLM":
+            raise CheckpointError("architectures", "must be LlamaForCausalLM", given=architecture)
+        if config.get("attention_bias") or config.get("mlp_bias"):
+            raise CheckpointError("attention_bias/mlp_bias", "must be false", given=True)
+        if config.get("hidden_act", "silu") != "silu":
+            raise CheckpointError("hidden_act", "must be silu", given=config["hidden_act"])
+        hidden_size = int_field(config, "hidden_size", 1, limits.HIDDEN_SIZE_MAX)
+        num_heads = int_field(config, "num_attention_heads", 1, 1024)
+        num_kv_heads = int_field(config, "num_key_value_heads", 1, num_heads, default=num_heads)
+        if num_heads % num_kv_heads:
+            raise CheckpointError("num_key_value_heads", f"must divide {num_heads}", given=num_kv_heads)
+        eos = config.get("eos_token_id", [])
+        return cls(
+            architecture=architecture,
+            hidden_size=hidden_size,
+            intermediate_size=int_field(config, "intermediate_size", 1, 1 << 20),
+            num_layers=int_field(config, "num_hidden_layers", 1, limits.LAYERS_MAX),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=int_field(config, "head_dim", 2, 1024, default=hidden_size // num_heads),
+            rms_norm_eps=float(config["rms_norm_eps"]),
+            vocab_size=int_field(config, "vocab_size", 1, limits.VOCAB_ROWS_MAX),
+            max_len=int_field(config, "max_position_embeddings", 1, limits.CONTEXT_LEN_MAX),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        )
+
+
+@dataclass(frozen=True)
+class LlamaLayer:
+    """Weights of a decoder layer; q, k, v and gate, up are stacked so that each is one GEMM."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    o: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class Llama:
+    """A loaded target. Weights are read-only; the KV cache belongs to the caller."""
+
+    def __init__(
+        self, config: LlamaConfig, shared: SharedWeights, layers: list[LlamaLayer],
+        final_norm: torch.Tensor, rope: RopeTable, contract: TargetContract,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.contract = contract
+        self.dtype = shared.embedding.dtype
+        self._shared = shared
+        self._layers = layers
+        self._final_norm = final_norm
+        self._rope = rope
+
+    @classmethod
+    def load(cls, directory: Path, dtype: torch.dtype) -> Llama:
+        """Read config.json and safetensors of a directory; CheckpointError when they do not fit."""
+        raw = read_config(directory)
+        config = LlamaConfig.from_json(raw)
+        checkpoint = Checkpoint(directory, strip_prefix=PREFIX)
+        shared = take_shared_weights(checkpoint, raw, dtype)
+        layers = [_take_layer(checkpoint, config, i, dtype) for i in range(config.num_layers)]
+        final_norm = checkpoint.take("norm.weight", (config.hidden_size,), dtype)
+        checkpoint.finish()
+        rope = build_rope_table(config.head_dim, config.max_len, raw)
+        return cls(config, shared, layers, final_norm, rope, target_contract(raw, shared, dtype))
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        kv: torch.Tensor,
+        batch: RaggedBatch,
+        captured_layer_ids: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run rows through all layers, storing their K/V.
+
+        token_ids `[N]` int64; kv `[num_layers, 2, num_slots, num_kv_heads, head_dim]`, written at
+        batch.slots. Returns the residual stream after the last layer `[N, H]` (not yet normed) and
+        the captured hidden states `[N, len(captured_layer_ids) * H]`: the residual stream after each
+        captured layer, in the order of the ids.
+        """
+        c = self.config
+        rope = self._rope.at(batch.positions)
+        captured: dict[int, torch.Tensor] = {}
+        x = embedding(token_ids, self._shared.embedding)
+        for i, layer in enumerate(self._layers):
+            x = x + self._attention(rms_norm(x, layer.input_norm, c.rms_norm_eps), layer, kv[i], batch, rope)
+            x = x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
+            if i in captured_layer_ids:
+                captured[i] = x
+        if not captured_layer_ids:
+            return x, None
+        return x, torch.cat([captured[i] for i in captured_layer_ids], dim=-1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and lm_head: `[N, H]` to `[N, vocab_rows]`, fp32."""
+        normed = rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
+        return linear(normed, self._shared.lm_head).float()
+
+    def _attention(
+        self, h: torch.Tensor, layer: LlamaLayer, kv: torch.Tensor, batch: RaggedBatch,
+        rope: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        c = self.config
+        heads = linear(h, layer.qkv).view(h.shape[0], -1, c.head_dim)
+        rotated = apply_rope(heads[:, : c.num_heads + c.num_kv_heads], *rope)
+        q, k = rotated.split([c.num_heads, c.num_kv_heads], dim=1)
+        kv[0][batch.slots] = k
+        kv[1][batch.slots] = heads[:, c.num_heads + c.num_kv_heads :]
+        mixed = paged_attention(q, kv[0], kv[1], batch, CAUSAL, c.head_dim**-0.5)
+        return linear(mixed, layer.o)
+
+
+def _take_layer(checkpoint: Checkpoint, c: LlamaConfig, index: int, dtype: torch.dtype) -> LlamaLayer:
+    def take(name: str, *shape: int) -> torch.Tensor:
+        return checkpoint.take(f"layers.{index}.{name}.weight", shape, dtype)
+
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    hidden, inner = c.hidden_size, c.intermediate_size
+    return LlamaLayer(
+        input_norm=take("input_layernorm", hidden),
+        qkv=torch.cat([
+            take("self_attn.q_proj", q_size, hidden),
+            take("self_attn.k_proj", kv_size, hidden),
+            take("self_attn.v_proj", kv_size, hidden),
+        ]),
+        o=take("self_attn.o_proj", hidden, q_size),
+        post_norm=take("post_attention_layernorm", hidden),
+        gate_up=torch.cat([take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)]),
+        down=take("mlp.down_proj", hidden, inner),
+    )  # fmt: skip
