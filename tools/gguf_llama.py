@@ -117,7 +117,7 @@ class GgufLlama:
                 weights = gguf.dequantize(tensor.data, tensor.tensor_type)
             except NotImplementedError as error:
                 given = tensor.tensor_type.name
-                raise CheckpointError(name, "must be of a type that can be dequantized", given=given) from error
+                raise CheckpointError(name, "must be of a known quantization", given=given) from error
             if not np.isfinite(weights).all():
                 raise CheckpointError(name, "must be finite", given="NaN or infinity")
             if ".attn_q." in name:
