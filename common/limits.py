@@ -58,6 +58,11 @@ INSTANCE_ID_CHARS_MAX = 64
 # Messages that wait for the drafter's engine per stream. The target gives up on a step after its
 # deadline, so a longer queue holds only work that nobody waits for.
 DRAFT_QUEUE_MAX = 8
+# A session that no message named for this long belongs to a target that is gone: a live one names
+# its sessions each step, and the slowest step is far shorter.
+SESSION_LEASE_S = 30.0
+# Target lives that a drafter remembers: one per rank, and the ones that a restart left behind.
+TARGET_INSTANCES_MAX = 32
 # Entries (opens, extends, drafts, closes) of each kind in one message.
 DRAFT_ENTRIES_MAX = SESSIONS_MAX
 
@@ -72,6 +77,8 @@ HANDSHAKE_DEADLINE_S = 2.0
 # Longest prefix that is recomputed to give a re-opened session its context back: about a second of
 # prefill for a 135M model on two cores, and far less on a GPU.
 RECAPTURE_TOKENS_MAX = 512
+# With fewer tokens to come, a recaptured context could not earn its forward back.
+RECAPTURE_ROOM_MIN = 16
 
 
 def check_range(field: str, value: float, low: float, high: float) -> None:
