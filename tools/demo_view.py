@@ -1,0 +1,88 @@
+"""How the demo looks: streamed answers with accepted draft tokens coloured, and the closing table.
+
+Gets tokens and numbers, prints; must not measure or call anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tools.chat import ChatTokenizer, TextStream
+from tools.side_by_side import Comparison, accept_length, speedup
+from tools.target_client import ReceivedDelta
+
+DRAFT_STYLE = "bold green"
+OWN_STYLE = "default"
+_PROMPT_COLUMN_CHARS = 36
+
+
+def print_legend(console: Console) -> None:
+    """What the colours mean, or why there are none."""
+    if console.color_system is None:
+        console.print("(no colours here: in a terminal, accepted draft tokens are green)")
+        return
+    console.print(
+        Text.assemble(
+            ("accepted draft tokens", DRAFT_STYLE),
+            " are green, ",
+            ("the target's own", OWN_STYLE),
+            " are not",
+        )
+    )
+
+
+class AnswerPrinter:
+    """Prints one answer while it arrives. A character split over tokens takes its last one's colour."""
+
+    def __init__(self, console: Console, tokenizer: ChatTokenizer) -> None:
+        self._console = console
+        self._text = TextStream(tokenizer)
+
+    def push(self, delta: ReceivedDelta) -> None:
+        """Print the text that these tokens complete."""
+        for token, drafted in zip(delta.token_ids, delta.from_draft, strict=True):
+            self._print(self._text.push([token]), DRAFT_STYLE if drafted else OWN_STYLE)
+
+    def finish(self) -> None:
+        """Print what was held back and end the line."""
+        self._print(self._text.finish(), OWN_STYLE)
+        self._console.print()
+
+    def _print(self, piece: str, style: str) -> None:
+        # Text, never markup: a model may well write "[bold]". soft_wrap, since each print is a fragment.
+        if piece:
+            self._console.print(Text(piece, style=style), end="", soft_wrap=True)
+
+
+def result_table(prompts: Sequence[str], comparisons: Sequence[Comparison]) -> Table:
+    """One line for each prompt and one for all of them."""
+    table = Table(title="decoding, plain and with drafts (medians; prefill left out)", show_footer=True)
+    finished = [answer.finished for c in comparisons for answer in c.drafted]
+    all_same = all(c.same_tokens for c in comparisons)
+    total = sum(c.num_tokens for c in comparisons)
+    table.add_column("prompt", footer="all", max_width=_PROMPT_COLUMN_CHARS, no_wrap=True)
+    table.add_column("tokens", footer=str(total), justify="right")
+    table.add_column("accept\nlength", footer=f"{accept_length(finished):.2f}", justify="right")
+    table.add_column("plain\ntok/s", justify="right")
+    table.add_column("tandem\ntok/s", justify="right")
+    table.add_column("speed-up", footer=f"{speedup(comparisons):.2f}x", justify="right")
+    table.add_column("same\ntokens", footer=_yes_no(all_same), justify="right")
+    for prompt, c in zip(prompts, comparisons, strict=True):
+        table.add_row(
+            Text(" ".join(prompt.split()), overflow="ellipsis"),
+            str(c.num_tokens),
+            f"{accept_length([answer.finished for answer in c.drafted]):.2f}",
+            f"{c.plain_tok_s:.1f}",
+            f"{c.drafted_tok_s:.1f}",
+            f"{speedup([c]):.2f}x",
+            _yes_no(c.same_tokens),
+        )
+    return table
+
+
+def _yes_no(value: bool) -> Text:
+    return Text("yes", style="green") if value else Text("NO", style="bold red")
