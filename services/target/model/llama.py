@@ -84,7 +84,7 @@ class LlamaLayer:
 
 
 class Llama:
-    """A loaded target. Weights are read-only; the KV cache belongs to the caller."""
+    """A loaded target. Weights are read-only (the trainer reads them too); the KV cache is the caller's."""
 
     def __init__(
         self, config: LlamaConfig, shared: SharedWeights, layers: list[LlamaLayer],
@@ -93,10 +93,10 @@ class Llama:
         self.config = config
         self.contract = contract
         self.dtype = shared.embedding.dtype
-        self._shared = shared
-        self._layers = layers
-        self._final_norm = final_norm
-        self._rope = rope
+        self.shared = shared
+        self.layers = layers
+        self.final_norm = final_norm
+        self.rope = rope
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype) -> Llama:
@@ -110,6 +110,11 @@ class Llama:
         checkpoint.finish()
         rope = build_rope_table(config.head_dim, config.max_len, raw)
         return cls(config, shared, layers, final_norm, rope, target_contract(raw, shared, dtype))
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """num_layers, num_kv_heads, head_dim of the KV storage."""
+        return self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
 
     def forward(
         self,
@@ -126,10 +131,10 @@ class Llama:
         captured layer, in the order of the ids.
         """
         c = self.config
-        rope = self._rope.at(batch.positions)
+        rope = self.rope.at(batch.positions)
         captured: dict[int, torch.Tensor] = {}
-        x = embedding(token_ids, self._shared.embedding)
-        for i, layer in enumerate(self._layers):
+        x = embedding(token_ids, self.shared.embedding)
+        for i, layer in enumerate(self.layers):
             x = x + self._attention(rms_norm(x, layer.input_norm, c.rms_norm_eps), layer, kv[i], batch, rope)
             x = x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
             if i in captured_layer_ids:
@@ -140,8 +145,8 @@ class Llama:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and lm_head: `[N, H]` to `[N, vocab_rows]`, fp32."""
-        normed = rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
-        return linear(normed, self._shared.lm_head).float()
+        normed = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+        return linear(normed, self.shared.lm_head).float()
 
     def _attention(
         self, h: torch.Tensor, layer: LlamaLayer, kv: torch.Tensor, batch: RaggedBatch,
