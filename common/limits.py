@@ -37,6 +37,9 @@ REQUESTS_WAITING_MAX = 512
 REQUESTS_RUNNING_MAX = 256
 # Commands (submit, abort) between the front and the core before the front refuses work.
 CORE_INBOX_MAX = 2048
+# Calls that one server answers at once: all requests that may wait or run, and room for health, Abort
+# and the streams of readers that no longer read.
+RPCS_MAX = REQUESTS_WAITING_MAX + REQUESTS_RUNNING_MAX + 256
 # Tokens that a slow reader may leave unread; beyond it that stream alone ends.
 STREAM_BACKLOG_TOKENS_MAX = 4096
 
