@@ -160,12 +160,13 @@ class DFlash:
         return cls(config, weights, shared, rope, contract)
 
     def append_context(
-        self, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor
-    ) -> None:
+        self, captured: torch.Tensor, positions: torch.Tensor, slots: slice | torch.Tensor, kv: torch.Tensor
+    ) -> torch.Tensor:
         """Project captured rows into every layer's K/V and store them, once and for good.
 
-        captured `[N, T*H]`; positions, slots `[N]` int64;
-        kv `[num_layers, 2, num_slots, num_kv_heads, head_dim]`.
+        captured `[N, T*H]`; positions `[N]` int64; slots `[N]` int64 or a slice of N;
+        kv `[num_layers, 2, num_slots, num_kv_heads, head_dim]`. Returns `[N]` bool: whether all that
+        a row stored is finite. Hidden states that hold NaN or infinity, or overflow here, are not.
         """
         c, w = self.config, self._weights
         context = rms_norm(linear(captured, w.fc), w.hidden_norm, c.rms_norm_eps)
@@ -175,6 +176,9 @@ class DFlash:
         for i in range(c.num_layers):
             kv[i, 0][slots] = apply_rope(rms_norm(both[:, i, 0], self._k_norms[i], c.rms_norm_eps), cos, sin)
             kv[i, 1][slots] = both[:, i, 1]
+        # NaN and infinity survive the product with any weights, and normalised keys are finite when
+        # `both` is: so this one look covers the hidden states too.
+        return torch.isfinite(both).flatten(1).all(dim=1)
 
     def draft(self, anchors: torch.Tensor, kv: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
         """Draft a block after each anchor: `[S]` int64 to draft tokens `[S, block_size - 1]` int64.

@@ -1,0 +1,222 @@
+"""All sessions and the rules of the protocol: open, append at a position, reserve a block, close.
+
+Pure bookkeeping: it says which slots to write and which to read, and never touches a tensor. A target's
+fault is a returned Outcome and changes nothing. Must not know protobuf, streams or the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from common.paged_kv import OutOfPages, PagePool, PageTable
+from services.drafter.session import CloseReason, Outcome, Session, SessionKey
+
+
+class SessionObserver(Protocol):
+    """Told of beginnings and ends, for metrics."""
+
+    def session_opened(self) -> None: ...
+
+    def session_closed(self, reason: CloseReason) -> None: ...
+
+
+class SessionTable:
+    """Sessions by key, and their pages. Called from one thread.
+
+    Invariant (I3): free pages + pages of sessions = all pages.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        num_sessions_max: int,
+        context_len_max: int,
+        block_size: int,
+        lease_s: float,
+        clock: Callable[[], float],
+        observer: SessionObserver,
+    ) -> None:
+        self._pool = pool
+        self._num_sessions_max = num_sessions_max
+        self._context_len_max = context_len_max
+        self._block_size = block_size
+        self._lease_s = lease_s
+        self._clock = clock
+        self._observer = observer
+        # In order of last use: the first is the next whose lease ends.
+        self._sessions: dict[SessionKey, Session] = {}
+        self._refuses_opens = False
+
+    # --- what a message asks -----------------------------------------------------------------------
+
+    def open(self, key: SessionKey, epoch: int, start_position: int) -> Outcome:
+        """Begin a session. Same epoch: no effect; higher: replaces; lower: STALE_EPOCH."""
+        if start_position > self._context_len_max:
+            return Outcome.CONTEXT_LIMIT
+        held = self._sessions.get(key)
+        if held is not None:
+            if epoch < held.epoch:
+                return Outcome.STALE_EPOCH
+            if epoch == held.epoch:
+                self._touch(held)
+                return Outcome.OK
+            self._end(held, CloseReason.REPLACED)
+        if self._refuses_opens:
+            return Outcome.NO_CAPACITY
+        if len(self._sessions) >= self._num_sessions_max:
+            self.expire()
+            if len(self._sessions) >= self._num_sessions_max:
+                return Outcome.NO_CAPACITY
+        self._sessions[key] = Session(
+            key, epoch, start_position, start_position, PageTable(self._pool), self._clock()
+        )
+        self._observer.session_opened()
+        return Outcome.OK
+
+    def append_at(self, key: SessionKey, epoch: int, position: int, num_rows: int) -> tuple[Outcome, list[int]]:
+        """Make positions [position, position + num_rows) the end of the context.
+
+        A position before the end crops first, so that repeating an append changes nothing. Returns the
+        slots that the caller must now write; none unless OK.
+        """
+        outcome, session = self._find(key, epoch)
+        if session is None:
+            return outcome, []
+        if not session.start_position <= position <= session.context_len:
+            return Outcome.NEEDS_RESYNC, []
+        if position + num_rows > self._context_len_max:
+            return Outcome.CONTEXT_LIMIT, []
+        first = position - session.start_position
+        if not self._reserve(session, first + num_rows):
+            return Outcome.NO_CAPACITY, []
+        session.context_len = position + num_rows
+        return Outcome.OK, session.pages.slots(first, first + num_rows)
+
+    def reserve_block(self, key: SessionKey, epoch: int, position: int) -> tuple[Outcome, Session | None]:
+        """Make room for a block after the context, whose end must be `position`.
+
+        The block's rows are no context: the next append overwrites them. A block may begin at the
+        context limit, so its last positions may lie beyond it.
+        """
+        outcome, session = self._find(key, epoch)
+        if session is None:
+            return outcome, None
+        if position != session.context_len:
+            return Outcome.NEEDS_RESYNC, None
+        if not self._reserve(session, session.num_rows + self._block_size):
+            return Outcome.NO_CAPACITY, None
+        return Outcome.OK, session
+
+    def block_slots(self, session: Session) -> list[int]:
+        """Slots of a reserved block's rows, the anchor's first."""
+        return session.pages.slots(session.num_rows, session.num_rows + self._block_size)
+
+    def close(self, key: SessionKey, epoch: int) -> bool:
+        """End a session of this epoch or a lower one; False when there is none."""
+        session = self._sessions.get(key)
+        if session is None or session.epoch > epoch:
+            return False
+        self._end(session, CloseReason.ASKED)
+        return True
+
+    # --- what happens otherwise --------------------------------------------------------------------
+
+    def refuse_opens(self) -> None:
+        """From now on no session begins: the service drains."""
+        self._refuses_opens = True
+
+    def abandon(self, key: SessionKey) -> tuple[int, ...]:
+        """End a session whose rows turned out not to be finite; the pages, to be zeroed by the caller."""
+        session = self._sessions[key]
+        pages = session.pages.pages
+        self._end(session, CloseReason.NON_FINITE)
+        return pages
+
+    def close_instance(self, target_instance_id: str, session_ids: Collection[int] = ()) -> int:
+        """End these sessions of a target, or all of them when none is named; how many were open."""
+        wanted = set(session_ids)
+        ending = [
+            session for key, session in self._sessions.items()
+            if key.target_instance_id == target_instance_id and (not wanted or key.session_id in wanted)
+        ]  # fmt: skip
+        for session in ending:
+            self._end(session, CloseReason.ASKED)
+        return len(ending)
+
+    def drop_other_instances(self, living: Collection[str]) -> int:
+        """End the sessions of every target life that is not among `living`; how many there were."""
+        ending = [s for key, s in self._sessions.items() if key.target_instance_id not in living]
+        for session in ending:
+            self._end(session, CloseReason.INSTANCE_GONE)
+        return len(ending)
+
+    def expire(self) -> int:
+        """End sessions that no message has named for a lease; how many there were."""
+        ended_before_s = self._clock() - self._lease_s
+        ending = []
+        for session in self._sessions.values():
+            if session.last_seen_s >= ended_before_s:
+                break
+            ending.append(session)
+        for session in ending:
+            self._end(session, CloseReason.LEASE_EXPIRED)
+        return len(ending)
+
+    # --- what there is ------------------------------------------------------------------------------
+
+    def context_len(self, key: SessionKey) -> int:
+        """End of a session's context; 0 when there is no such session."""
+        session = self._sessions.get(key)
+        return session.context_len if session else 0
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return key in self._sessions
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_pages_used(self) -> int:
+        return sum(len(session.pages.pages) for session in self._sessions.values())
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def num_pages_unaccounted(self) -> int:
+        """Pages that are neither free nor some session's; 0 unless there is a bug."""
+        return self._pool.num_pages - self._pool.num_free - self.num_pages_used
+
+    # --- leaves -------------------------------------------------------------------------------------
+
+    def _find(self, key: SessionKey, epoch: int) -> tuple[Outcome, Session | None]:
+        session = self._sessions.get(key)
+        if session is None:
+            return Outcome.UNKNOWN_SESSION, None
+        if session.epoch != epoch:
+            return Outcome.STALE_EPOCH, None
+        self._touch(session)
+        return Outcome.OK, session
+
+    def _touch(self, session: Session) -> None:
+        session.last_seen_s = self._clock()
+        self._sessions[session.key] = self._sessions.pop(session.key)
+
+    def _reserve(self, session: Session, num_rows: int) -> bool:
+        """Room for num_rows; sessions whose lease ended make way, living ones never."""
+        if session.pages.missing_for(num_rows) > self._pool.num_free:
+            self.expire()
+        try:
+            session.pages.reserve(num_rows)
+        except OutOfPages:
+            return False
+        return True
+
+    def _end(self, session: Session, reason: CloseReason) -> None:
+        del self._sessions[session.key]
+        session.pages.release()
+        self._observer.session_closed(reason)
