@@ -6,32 +6,29 @@ Composition only: starts the stack, streams, measures, prints, writes the JSON.
 from __future__ import annotations
 
 import json
-import signal
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from common.errors import ConfigError
-from common.model_dir import resolve_model_dir
-from common.pb.tandem.v1 import target_pb2
 from tools.chat import ChatTokenizer
 from tools.demo_view import AnswerPrinter, print_legend, result_table
-from tools.local_stack import LocalStack
+from tools.launch import (
+    DEFAULT_DRAFT,
+    DEFAULT_MODEL,
+    existing_dirs,
+    leave_on_sigterm,
+    report_drafter,
+    start_stack,
+    wait_for_drafter,
+)
 from tools.sample_prompts import SAMPLE_PROMPTS
 from tools.side_by_side import Comparison, accept_length, compare, speedup
 from tools.target_client import GenerateOptions, TargetClient
-
-DEFAULT_MODEL = ".models/SmolLM2-135M-Instruct"
-DEFAULT_DRAFT = "models/SmolLM2-135M-Instruct-DFlash-b8"
-# Both services serve by then; what remains is a handshake, which is probed for each second.
-_DRAFTER_UP_DEADLINE_S = 10.0
 
 app = typer.Typer(add_completion=False)
 
@@ -59,7 +56,7 @@ def demo(
 ) -> None:
     """Start a drafter and a target, stream answers with accepted draft tokens coloured, then measure each
     prompt with and without drafts. Exit status 1 when the two ever differ in a token."""
-    signal.signal(signal.SIGTERM, _leave)
+    leave_on_sigterm()
     console = Console(highlight=False)
     prompts = prompt or list(SAMPLE_PROMPTS)
     model_dir, draft_dir = existing_dirs(model, draft)
@@ -81,50 +78,6 @@ def demo(
     if not all(c.same_tokens for c in comparisons):
         console.print("[bold red]plain and drafted tokens differ: this must never happen[/]")
         raise typer.Exit(1)
-
-
-def existing_dirs(model: str, draft: str) -> tuple[Path, Path]:
-    """Both checkpoints' directories; ConfigError names the field that is wrong and what makes the default."""
-    for field, given, default, remedy in (
-        ("model", model, DEFAULT_MODEL, "`make setup` makes it"),
-        ("draft", draft, DEFAULT_DRAFT, "`tandem train` makes one"),
-    ):
-        if given == default and not Path(given).is_dir():
-            raise ConfigError(field, f"is not there; {remedy}, --{field} names another", given=given)
-    return resolve_model_dir(model, field="model"), resolve_model_dir(draft, field="draft")
-
-
-def start_stack(console: Console, model_dir: Path, draft_dir: Path | None) -> LocalStack:
-    """A stack that says on the console what it waits for."""
-    announced: set[str] = set()
-
-    def announce(name: str, seconds: float) -> None:
-        if name not in announced:
-            announced.add(name)
-            console.print(f"starting the {name} …")
-
-    return LocalStack(model_dir, draft_dir, on_wait=announce)
-
-
-def wait_for_drafter(client: TargetClient) -> target_pb2.GetServerInfoResponse:
-    """The target's facts once the link to the drafter is up or cannot come up."""
-    deadline = time.monotonic() + _DRAFTER_UP_DEADLINE_S
-    while True:
-        facts = client.server_facts()
-        if facts.drafter_state != target_pb2.DRAFTER_STATE_DOWN or time.monotonic() > deadline:
-            return facts
-        time.sleep(0.05)
-
-
-def report_drafter(console: Console, facts: target_pb2.GetServerInfoResponse) -> None:
-    """Say whether drafts can be expected."""
-    if facts.drafter_state == target_pb2.DRAFTER_STATE_UP:
-        console.print(f"target and drafter are joined: draft blocks of {facts.block_size} rows")
-        return
-    state = target_pb2.DrafterState.Name(facts.drafter_state).removeprefix("DRAFTER_STATE_").lower()
-    console.print(f"[bold yellow]the drafter is {state}: everything below is plain decoding[/]")
-    for line in facts.contract_mismatches:
-        console.print(Text(f"  {line}"))
 
 
 def stream_answers(
@@ -191,8 +144,3 @@ def as_json(prompts: Sequence[str], comparisons: Sequence[Comparison]) -> dict[s
         "speedup": speedup(comparisons),
         "same_tokens": all(c.same_tokens for c in comparisons),
     }
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    """SIGTERM ends the demo like an exception, so that the stack is stopped on the way out."""
-    sys.exit(128 + number)

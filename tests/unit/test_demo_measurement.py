@@ -15,8 +15,9 @@ from rich.console import Console
 
 from common.errors import ConfigError
 from tests.fakes import ScriptedTarget
-from tools.demo import as_json, existing_dirs
+from tools.demo import as_json
 from tools.demo_view import result_table
+from tools.launch import existing_dirs
 from tools.side_by_side import Comparison, accept_length, compare, speedup
 from tools.target_client import CallFailed, GenerateOptions, TargetClient
 
