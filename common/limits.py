@@ -42,6 +42,8 @@ CORE_INBOX_MAX = 2048
 RPCS_MAX = REQUESTS_WAITING_MAX + REQUESTS_RUNNING_MAX + 256
 # Tokens that a slow reader may leave unread; beyond it that stream alone ends.
 STREAM_BACKLOG_TOKENS_MAX = 4096
+# How long such a stream stays for its reader to come back and read why; then its memory is freed.
+STALLED_READER_S = 30.0
 
 # --- model ---------------------------------------------------------------------------------------
 
@@ -77,6 +79,15 @@ BREAKER_MISSES_MAX = 3
 PROBE_INTERVAL_S = 1.0
 # A handshake moves no tensors; a peer that needs longer is not fit to be asked each step.
 HANDSHAKE_DEADLINE_S = 2.0
+# Sessions are given back at the end; a drafter that does not answer this soon lets its leases expire.
+CLOSE_DEADLINE_S = 0.5
+# Messages sent and not answered. One step of 512 rows takes 10 at 8B scale, so three steps fit; all
+# of them together hold 64 MiB at most.
+MESSAGES_IN_FLIGHT_MAX = 32
+# Invalid drafts or non-finite states of one session: once may be chance, twice is its nature.
+SESSION_FAULTS_MAX = 2
+# Times that one session's context may be captured anew; each costs a forward over the prefix.
+RECAPTURES_MAX = 3
 # Longest prefix that is recomputed to give a re-opened session its context back: about a second of
 # prefill for a 135M model on two cores, and far less on a GPU.
 RECAPTURE_TOKENS_MAX = 512
@@ -87,5 +98,4 @@ RECAPTURE_ROOM_MIN = 16
 def check_range(field: str, value: float, low: float, high: float) -> None:
     """Raise InvalidRequest unless low <= value <= high (NaN never is)."""
     if not low <= value <= high:
-        raise InvalidRequest(field, limit=f"{low:g} to {high:g}", given=value)
-
+        raise InvalidRequest(field, limit=f"{low} to {high}", given=value)

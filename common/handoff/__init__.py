@@ -1,1 +1,1 @@
-"""How captured hidden states reach the drafter and drafts come back."""
+"""How a step travels from target to drafter: one interface, one module per transport."""
