@@ -1,0 +1,62 @@
+"""Settings of the target. No torch, no grpc."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from common import limits
+from common.address import Address, parse_address
+from common.config import PeerText, ServiceSettings
+
+
+class TargetSettings(ServiceSettings):
+    """Serve a language model: prefill, verify, sample, stream. With --drafter it decodes speculatively;
+    the tokens are the same without."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_TARGET_")
+    EXAMPLE: ClassVar[str] = (
+        "python -m services.target --model .models/SmolLM2-135M-Instruct "
+        "--listen 127.0.0.1:50051 --drafter unix:/run/tandem/drafter.sock --metrics-port 9101"
+    )
+
+    model: str = Field(min_length=1, description="model directory, or Hugging Face id org/name")
+    served_model_name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=128,
+        description="name told to callers; default: the last part of --model",
+    )
+    drafter: PeerText | None = Field(
+        None, description="the drafter's address, unix:/path or host:port; none means plain decoding"
+    )
+    draft_deadline_s: float = Field(
+        0.5, gt=0, le=60, allow_inf_nan=False,
+        description="seconds that a step waits for its drafts before it goes on without",
+    )  # fmt: skip
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="element type of weights and KV")
+    max_len: int | None = Field(
+        None, ge=2, le=limits.CONTEXT_LEN_MAX,
+        description="longest prompt plus output, in tokens; default: the model's or --kv-tokens",
+    )  # fmt: skip
+    kv_tokens: int = Field(
+        16384, ge=2, le=1 << 26, description="tokens that the KV pool holds, all requests together"
+    )
+    page_size: int = Field(16, ge=1, le=1024, description="tokens of a KV page")
+    num_running_max: int = Field(
+        32, ge=1, le=limits.REQUESTS_RUNNING_MAX, description="requests in a batch at most"
+    )
+    num_waiting_max: int = Field(
+        limits.REQUESTS_WAITING_MAX, ge=1, le=limits.REQUESTS_WAITING_MAX,
+        description="requests that may wait; more are refused",
+    )  # fmt: skip
+    extend_rows_max: int = Field(
+        256, ge=1, le=65536, description="prompt tokens computed in a step, so that decoding requests go on"
+    )
+
+    @property
+    def drafter_address(self) -> Address | None:
+        """`drafter`, parsed."""
+        return parse_address(self.drafter, "drafter") if self.drafter else None

@@ -1,0 +1,164 @@
+"""The target as a service: its parts, made in order and ended in order.
+
+Composition only; what the parts do is said in their modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+
+import torch
+
+from common.config import ServiceSettings
+from common.errors import ConfigError
+from common.lifecycle import Lifecycle, watch_event_loop
+from common.log import get_log
+from common.metrics import CommonMetrics, Metrics, MetricsPage, serve_metrics
+from common.model_dir import resolve_model_dir
+from common.paged_kv import PagePool
+from common.pb.tandem.v1 import target_pb2_grpc
+from common.rpc import HEALTH_METHODS, RpcServer, method_names
+from common.wire import dtype_from_name
+from services.target.config import TargetSettings
+from services.target.core.core import Core
+from services.target.core.draft_source import DraftSource, NoDrafts
+from services.target.core.engine import Engine
+from services.target.core.remote_drafter import RemoteDrafter
+from services.target.core.scheduler import Scheduler
+from services.target.core.step import StepLoop
+from services.target.front.facts import DrafterFacts, DrafterState, ServedModel
+from services.target.front.servicer import SERVICE, TargetServicer
+from services.target.metrics import PREFIX, TargetMetrics
+from services.target.model.llama import Llama
+
+log = get_log("target")
+
+_IDLE_POLL_S = 0.02
+# For the last messages of streams whose requests have ended.
+_FLUSH_S = 1.0
+
+
+class TargetService:
+    """A running target; a common.lifecycle.Service."""
+
+    def __init__(self, core: Core, rpc: RpcServer, page: MetricsPage | None) -> None:
+        self._core = core
+        self._rpc = rpc
+        self._page = page
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tell health."""
+        await self._rpc.set_serving(serving)
+
+    async def drain(self) -> None:
+        """Refuse new requests; return when those known have ended."""
+        self._core.drain()
+        while not self._core.idle:
+            await asyncio.sleep(_IDLE_POLL_S)
+
+    async def stop(self) -> None:
+        """Fail what is left, let the streams say so, close."""
+        await asyncio.to_thread(self._core.stop)
+        await self._rpc.stop(_FLUSH_S)
+        if self._page is not None:
+            self._page.close()
+
+
+def load_model(settings: TargetSettings) -> Llama:
+    """The model, read and checked. Raises ConfigError or CheckpointError."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    return Llama.load(resolve_model_dir(settings.model), dtype_from_name(settings.dtype))
+
+
+async def serve(settings: TargetSettings, model: Llama) -> int:
+    """Serve until a signal or a failure; the exit status. Raises ConfigError when it cannot start."""
+    instance_id = uuid.uuid4().hex
+    pool = _open_pool(settings)
+    served = _served_model(settings, model, pool)
+    metrics = Metrics(PREFIX, served.name)
+    observer = TargetMetrics(metrics)
+    calls = CommonMetrics(metrics, [*method_names(SERVICE), *HEALTH_METHODS])
+    rpc = RpcServer([SERVICE.full_name], calls.observe_server_call)
+
+    drafter = _open_drafter(settings, model, instance_id, observer)
+    draft_source: DraftSource = drafter or NoDrafts()
+    scheduler = Scheduler(
+        pool, num_running_max=settings.num_running_max, extend_rows_max=settings.extend_rows_max
+    )
+    core = Core(
+        scheduler,
+        StepLoop(scheduler, Engine(model, pool), draft_source, observer),
+        draft_source,
+        num_known_max=settings.num_running_max + settings.num_waiting_max,
+        on_failure=lambda: life.fail("core"),
+    )
+    servicer = TargetServicer(
+        core,
+        served,
+        instance_id=instance_id,
+        drafter_facts=lambda: _facts_of(drafter),
+        observe_rejected=observer.observe_rejected,
+    )
+    target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, rpc.server)
+    page = _open_page(settings, metrics)
+    life = Lifecycle(TargetService(core, rpc, page), settings.grace_s)
+    address = await rpc.start(settings.listen_address)
+    core.start()
+    life.supervise("event_loop_lag", watch_event_loop(calls.observe_event_loop_lag))
+    log.info("ready", listen=str(address), instance_id=instance_id, model=served.name, max_len=served.max_len)
+    return await life.run()
+
+
+def _open_pool(settings: TargetSettings) -> PagePool:
+    num_pages = settings.kv_tokens // settings.page_size
+    if num_pages == 0:
+        raise ConfigError(
+            "kv_tokens", f"must be at least --page-size {settings.page_size}", given=settings.kv_tokens
+        )
+    return PagePool(num_pages, settings.page_size)
+
+
+def _served_model(settings: TargetSettings, model: Llama, pool: PagePool) -> ServedModel:
+    """The longest request must fit the KV pool when it runs alone, or it would wait for ever."""
+    limit = min(model.config.max_len, pool.num_pages * pool.page_size)
+    if settings.max_len is not None and settings.max_len > limit:
+        raise ConfigError(
+            "max_len", f"must be at most {limit} for this model and --kv-tokens", given=settings.max_len
+        )
+    return ServedModel(
+        name=settings.served_model_name or Path(settings.model).name,
+        architecture=model.config.architecture,
+        vocab_size=model.config.vocab_size,
+        max_len=settings.max_len or limit,
+        eos_token_ids=model.config.eos_token_ids,
+        dtype=settings.dtype,
+    )
+
+
+def _open_drafter(
+    settings: TargetSettings, model: Llama, instance_id: str, observer: TargetMetrics
+) -> RemoteDrafter | None:
+    address = settings.drafter_address
+    if address is None:
+        return None
+    return RemoteDrafter(address, model.contract, instance_id, settings.draft_deadline_s, observer)
+
+
+def _facts_of(drafter: RemoteDrafter | None) -> DrafterFacts:
+    if drafter is None:
+        return DrafterFacts()
+    return DrafterFacts(
+        state=DrafterState(drafter.state.value),
+        block_size=drafter.block_size or 0,
+        num_sessions=drafter.num_sessions,
+        mismatches=tuple(str(mismatch) for mismatch in drafter.mismatches),
+    )
+
+
+def _open_page(settings: ServiceSettings, metrics: Metrics) -> MetricsPage | None:
+    if settings.metrics_port == 0:
+        return None
+    return serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port)
