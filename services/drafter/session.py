@@ -19,21 +19,6 @@ class SessionKey(NamedTuple):
     session_id: int
 
 
-class Outcome(enum.IntEnum):
-    """What became of a session in a message. The numbers are those of drafter.proto."""
-
-    OK = 1
-    UNKNOWN_SESSION = 2
-    STALE_EPOCH = 3
-    NEEDS_RESYNC = 4
-    BUSY = 5
-    NO_CAPACITY = 6
-    INVALID_TENSOR = 7
-    NON_FINITE = 8
-    CONTEXT_LIMIT = 9
-    INVALID_FIELD = 10
-
-
 class CloseReason(enum.Enum):
     """Why a session ended; the label values of sessions_closed_total."""
 

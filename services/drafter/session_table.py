@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from common.handoff.transport import Outcome
 from common.paged_kv import OutOfPages, PagePool, PageTable
-from services.drafter.session import CloseReason, Outcome, Session, SessionKey
+from services.drafter.session import CloseReason, Session, SessionKey
 
 
 class SessionObserver(Protocol):
@@ -75,7 +76,9 @@ class SessionTable:
         self._observer.session_opened()
         return Outcome.OK
 
-    def append_at(self, key: SessionKey, epoch: int, position: int, num_rows: int) -> tuple[Outcome, list[int]]:
+    def append_at(
+        self, key: SessionKey, epoch: int, position: int, num_rows: int
+    ) -> tuple[Outcome, list[int]]:
         """Make positions [position, position + num_rows) the end of the context.
 
         A position before the end crops first, so that repeating an append changes nothing. Returns the
@@ -134,6 +137,10 @@ class SessionTable:
         self._end(session, CloseReason.NON_FINITE)
         return pages
 
+    def num_sessions_of(self, target_instance_ids: Collection[str]) -> int:
+        """Sessions that these target lives hold."""
+        return sum(key.target_instance_id in target_instance_ids for key in self._sessions)
+
     def close_instance(self, target_instance_id: str, session_ids: Collection[int] = ()) -> int:
         """End these sessions of a target, or all of them when none is named; how many were open."""
         wanted = set(session_ids)
@@ -180,11 +187,13 @@ class SessionTable:
 
     @property
     def num_pages_used(self) -> int:
-        return sum(len(session.pages.pages) for session in self._sessions.values())
+        held = sum(session.pages.capacity for session in self._sessions.values())
+        return held // self._pool.page_size
 
     @property
-    def num_pages(self) -> int:
-        return self._pool.num_pages
+    def usage(self) -> float:
+        """Share of the pages that is not free, 0 to 1."""
+        return 1 - self._pool.num_free / self._pool.num_pages
 
     @property
     def num_pages_unaccounted(self) -> int:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from common.handoff.transport import Outcome
 from services.drafter.engine import Block, DraftEngine
-from services.drafter.session import Outcome, SessionKey
+from services.drafter.session import SessionKey
 from services.drafter.session_table import SessionTable
 
 
@@ -191,7 +192,9 @@ def name_sessions(step: DraftStep) -> dict[int, Verdict]:
     return verdicts
 
 
-def _name(wishes: Iterable[Open] | Iterable[Extend] | Iterable[WantedBlock], verdicts: dict[int, Verdict]) -> None:
+def _name(
+    wishes: Iterable[Open] | Iterable[Extend] | Iterable[WantedBlock], verdicts: dict[int, Verdict]
+) -> None:
     seen = set()
     for wish in wishes:
         verdict = verdicts.setdefault(wish.session_id, Verdict(wish.session_id, wish.epoch))

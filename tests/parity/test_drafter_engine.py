@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.drafter.session import Outcome
+from common.handoff.transport import Outcome
 from services.drafter.step import Close, DraftStep, Extend, Open, StepReply, WantedBlock
 from tests.builders_drafter import Drafter, build_draft_pair, load_drafter
 from tests.reference.naive_dflash import NaiveDFlash

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from common import limits
 from common.contract import DraftContract, TargetContract, unfit
 from common.embedding import SharedWeights
 from common.errors import CheckpointError
 from common.layers.attention import BIDIRECTIONAL, Mask, RaggedBatch, paged_attention
+from common.layers.linear import Weight, pack, project
 from common.layers.mlp import swiglu
 from common.layers.norm import rms_norm
 from common.layers.rope import RopeTable, apply_rope, build_rope_table
@@ -117,15 +118,21 @@ class DFlash:
         self.config = config
         self.contract = contract
         self.dtype = shared.embedding.dtype
-        self._shared = shared
-        self._weights = weights
+        self._embedding = shared.embedding
+        self._lm_head = pack(shared.lm_head)
+        self._fc = pack(weights.fc)
+        self._hidden_norm = weights.hidden_norm
+        self._layers = [_ServedLayer.of(layer, config) for layer in weights.layers]
+        self._norm = weights.norm
         self._rope = rope
         # One GEMM gives all layers' context K and V: [L * 2 * kv_heads * head_dim, H].
-        self._context_kv = torch.cat([w for layer in weights.layers for w in (layer.k, layer.v)])
+        self._context_kv = pack(torch.cat([w for layer in weights.layers for w in (layer.k, layer.v)]))
         self._k_norms = torch.stack([layer.k_norm for layer in weights.layers])
         self._qkv = [torch.cat([layer.q, layer.k, layer.v]) for layer in weights.layers]
         self._qk_norms = [
-            torch.cat([layer.q_norm.expand(config.num_heads, -1), layer.k_norm.expand(config.num_kv_heads, -1)])
+            torch.cat(
+                [layer.q_norm.expand(config.num_heads, -1), layer.k_norm.expand(config.num_kv_heads, -1)]
+            )
             for layer in weights.layers
         ]
 
@@ -168,9 +175,9 @@ class DFlash:
         kv `[num_layers, 2, num_slots, num_kv_heads, head_dim]`. Returns `[N]` bool: whether all that
         a row stored is finite. Hidden states that hold NaN or infinity, or overflow here, are not.
         """
-        c, w = self.config, self._weights
-        context = rms_norm(linear(captured, w.fc), w.hidden_norm, c.rms_norm_eps)
-        both = linear(context, self._context_kv)
+        c = self.config
+        context = rms_norm(project(captured, self._fc), self._hidden_norm, c.rms_norm_eps)
+        both = project(context, self._context_kv)
         both = both.view(-1, c.num_layers, 2, c.num_kv_heads, c.head_dim)
         cos, sin = self._rope.at(positions)
         for i in range(c.num_layers):

@@ -221,7 +221,7 @@ class DrafterLink:
         stream = DrafterStream(agreement, lambda: loop.call_soon_threadsafe(woken.set))
         call = stub.Draft()
         reader = loop.create_task(_read(stream, call))
-        writer = loop.create_task(_write(stream, call, woken))
+        writer = loop.create_task(_write(stream, call, woken, self._instance_id))
         self._publish(stream)
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
@@ -283,12 +283,13 @@ class DrafterLink:
         self._mismatches = mismatches
 
 
-async def _write(stream: DrafterStream, call: Any, woken: asyncio.Event) -> None:
-    """Until the stream is shut."""
+async def _write(stream: DrafterStream, call: Any, woken: asyncio.Event, instance_id: str) -> None:
+    """Until the stream is shut. Each message names the target's life, which is the connection's."""
     while not stream.is_shut:
         await woken.wait()
         woken.clear()
         for request in stream.take_outgoing():
+            request.target_instance_id = instance_id
             try:
                 await call.write(request)
             except asyncio.InvalidStateError:

@@ -1,0 +1,51 @@
+"""Settings of the drafter service. No torch, no grpc."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from common import limits
+from common.config import ServiceSettings
+from common.errors import ConfigError
+
+
+class DrafterSettings(ServiceSettings):
+    """Drafts blocks of tokens for a target from its captured hidden states."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_DRAFTER_")
+    EXAMPLE: ClassVar[str] = (
+        "python -m services.drafter --model models/SmolLM2-135M-Instruct-DFlash-b8 "
+        "--target-model .models/SmolLM2-135M-Instruct --listen unix:/run/tandem/drafter.sock"
+    )
+
+    model: str = Field(description="draft checkpoint: a directory or a Hugging Face id")
+    target_model: str = Field(
+        description="the target's checkpoint, for its embedding and lm_head: a directory or a Hugging Face id"
+    )
+    num_sessions_max: int = Field(
+        64, ge=1, le=limits.SESSIONS_MAX, description="sessions that may be open at once"
+    )
+    kv_tokens: int = Field(
+        65536, ge=1, le=1 << 28,
+        description="tokens of context that all sessions together can hold, draft blocks included",
+    )  # fmt: skip
+    page_size: int = Field(64, ge=1, le=1024, description="tokens in a page of the KV cache")
+    lease_s: float = Field(
+        limits.SESSION_LEASE_S, gt=0, le=3600, allow_inf_nan=False,
+        description="seconds after which a session that no message named is closed",
+    )  # fmt: skip
+
+    @property
+    def served_name(self) -> str:
+        """What metrics call the model: the last part of its directory or id."""
+        return PurePath(self.model).name
+
+    def check_capacity(self, block_size: int) -> None:
+        """ConfigError unless at least one session could draft: a row of context and a block."""
+        least = max(self.page_size, -(-(block_size + 1) // self.page_size) * self.page_size)
+        if self.kv_tokens < least:
+            raise ConfigError("kv_tokens", f"must be at least {least} (one session)", given=self.kv_tokens)
