@@ -27,8 +27,50 @@ _DIRECTORY_CHARS_MAX = 90
 OnWait = Callable[[str, float], None]
 
 
+def drafter_service(
+    directory: Path,
+    model_dir: Path,
+    draft_dir: Path,
+    *,
+    metrics_port: int,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> ChildService:
+    """A drafter that listens in `directory`, not started."""
+    address = f"unix:{directory}/drafter.sock"
+    return ChildService(
+        "drafter",
+        ["services.drafter", "--model", str(draft_dir), "--target-model", str(model_dir),
+         "--listen", address, "--metrics-port", str(metrics_port), *flags],
+        address=address,
+        log_path=directory / "drafter.log",
+        environment=environment,
+    )  # fmt: skip
+
+
+def target_service(
+    directory: Path,
+    model_dir: Path,
+    *,
+    drafter_address: str,
+    metrics_port: int,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> ChildService:
+    """A target that listens in `directory`, not started."""
+    address = f"unix:{directory}/target.sock"
+    return ChildService(
+        "target",
+        ["services.target", "--model", str(model_dir), "--drafter", drafter_address,
+         "--listen", address, "--metrics-port", str(metrics_port), *flags],
+        address=address,
+        log_path=directory / "target.log",
+        environment=environment,
+    )  # fmt: skip
+
+
 class LocalStack:
-    """A drafter (unless draft_dir is None) and a target.
+    """A drafter and a target.
 
         with LocalStack(model_dir, draft_dir) as stack:
             client = TargetClient(stack.target.address)
@@ -39,8 +81,8 @@ class LocalStack:
 
     def __init__(
         self,
-        model_dir: Path | str,
-        draft_dir: Path | str | None,
+        model_dir: Path,
+        draft_dir: Path,
         *,
         target_flags: Sequence[str] = (),
         drafter_flags: Sequence[str] = (),
@@ -49,33 +91,30 @@ class LocalStack:
     ) -> None:
         self._on_wait = on_wait
         self.directory = _private_directory()
-        self.target_metrics_url, target_port = _metrics_address()
-        self.drafter_metrics_url, drafter_port = _metrics_address()
-        drafter_address = f"unix:{self.directory}/drafter.sock"
-        self.drafter: ChildService | None = None
-        if draft_dir is not None:
-            self.drafter = ChildService(
-                "drafter",
-                ["services.drafter", "--model", str(draft_dir), "--target-model", str(model_dir),
-                 "--listen", drafter_address, "--metrics-port", str(drafter_port), *drafter_flags],
-                address=drafter_address,
-                log_path=self.directory / "drafter.log",
-                environment=environment,
-            )  # fmt: skip
-        drafter_flag = ["--drafter", drafter_address] if self.drafter else []
-        self.target = ChildService(
-            "target",
-            ["services.target", "--model", str(model_dir), "--listen", f"unix:{self.directory}/target.sock",
-             "--metrics-port", str(target_port), *drafter_flag, *target_flags],
-            address=f"unix:{self.directory}/target.sock",
-            log_path=self.directory / "target.log",
+        target_port, drafter_port = _free_ports(2)
+        self.target_metrics_url = f"http://127.0.0.1:{target_port}/metrics"
+        self.drafter_metrics_url = f"http://127.0.0.1:{drafter_port}/metrics"
+        self.drafter = drafter_service(
+            self.directory,
+            model_dir,
+            draft_dir,
+            metrics_port=drafter_port,
+            flags=drafter_flags,
             environment=environment,
-        )  # fmt: skip
+        )
+        self.target = target_service(
+            self.directory,
+            model_dir,
+            drafter_address=self.drafter.address,
+            metrics_port=target_port,
+            flags=target_flags,
+            environment=environment,
+        )
 
     @property
     def services(self) -> list[ChildService]:
         """In the order of starting: the drafter first, so that the target's first probe finds it."""
-        return [service for service in (self.drafter, self.target) if service is not None]
+        return [self.drafter, self.target]
 
     def __enter__(self) -> LocalStack:
         try:
@@ -118,9 +157,14 @@ def _private_directory() -> Path:
     return Path(directory)
 
 
-def _metrics_address() -> tuple[str, int]:
-    # The port is free now and almost surely a second later; a service that loses it says so and ends.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return f"http://127.0.0.1:{port}/metrics", port
+def _free_ports(count: int) -> list[int]:
+    # Free now and almost surely a second later; a service that loses one says so and ends. All are held
+    # until the last is found, so that no two are the same.
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

@@ -16,18 +16,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import TandemError
-from common.limits import MESSAGE_BYTES_MAX
 from common.pb.tandem.v1 import target_pb2, target_pb2_grpc
+from common.rpc import CHANNEL_OPTIONS
 
-# A restarted service is found again within half a second; gRPC's own back-off grows to two minutes.
-_CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    # Without it two channels of this process to one address share a connection and its back-off.
-    ("grpc.use_local_subchannel_pool", 1),
-]
 # Calls that only read facts; a service that needs longer is stopped or gone.
 FACTS_DEADLINE_S = 5.0
 
@@ -133,7 +124,7 @@ class TargetClient:
     """A connection to one target at `unix:/path` or `host:port`."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._target = target_pb2_grpc.TargetServiceStub(self._channel)
 
     def __enter__(self) -> TargetClient:

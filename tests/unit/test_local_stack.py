@@ -138,7 +138,7 @@ def test_a_stack_that_cannot_start_leaves_no_process_and_no_directory(tmp_path: 
 
 
 def test_the_stack_directory_is_private() -> None:
-    stack = LocalStack("model", None)
+    stack = LocalStack(Path("model"), Path("draft"))
     try:
         assert stack.directory.stat().st_mode & 0o777 == 0o700
         assert len(os.fsencode(stack.target.address)) < 107
