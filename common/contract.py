@@ -69,16 +69,40 @@ def unfit(target: TargetContract, draft: DraftContract) -> list[Mismatch]:
     # (before or after the final norm).
     last = target.num_layers - 2
     ids = draft.captured_layer_ids
-    require(0 < len(ids) <= limits.CAPTURED_LAYERS_MAX, "captured_layer_ids",
-            f"1 to {limits.CAPTURED_LAYERS_MAX} layers", list(ids))
-    require(all(0 <= i <= last for i in ids) and len(set(ids)) == len(ids), "captured_layer_ids",
-            f"distinct ids from 0 to {last}", list(ids))
-    require(2 <= draft.block_size <= limits.BLOCK_SIZE_MAX, "block_size",
-            f"2 to {limits.BLOCK_SIZE_MAX}", draft.block_size)
-    require(draft.num_draft_tokens == draft.block_size - 1, "num_draft_tokens",
-            draft.block_size - 1, draft.num_draft_tokens)
-    require(0 <= draft.mask_token_id < target.vocab_rows, "mask_token_id",
-            f"below {target.vocab_rows}", draft.mask_token_id)
-    require(draft.context_len_max >= draft.block_size, "context_len_max",
-            f"at least {draft.block_size}", draft.context_len_max)
+    require(
+        0 < len(ids) <= limits.CAPTURED_LAYERS_MAX,
+        "captured_layer_ids",
+        f"1 to {limits.CAPTURED_LAYERS_MAX} layers",
+        list(ids),
+    )
+    require(
+        all(0 <= i <= last for i in ids) and len(set(ids)) == len(ids),
+        "captured_layer_ids",
+        f"distinct ids from 0 to {last}",
+        list(ids),
+    )
+    require(
+        2 <= draft.block_size <= limits.BLOCK_SIZE_MAX,
+        "block_size",
+        f"2 to {limits.BLOCK_SIZE_MAX}",
+        draft.block_size,
+    )
+    require(
+        draft.num_draft_tokens == draft.block_size - 1,
+        "num_draft_tokens",
+        draft.block_size - 1,
+        draft.num_draft_tokens,
+    )
+    require(
+        0 <= draft.mask_token_id < target.vocab_rows,
+        "mask_token_id",
+        f"below {target.vocab_rows}",
+        draft.mask_token_id,
+    )
+    require(
+        draft.context_len_max >= draft.block_size,
+        "context_len_max",
+        f"at least {draft.block_size}",
+        draft.context_len_max,
+    )
     return wrong

@@ -25,7 +25,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError("config.json", "must exist in the model directory", given=directory.name) from None
+        raise CheckpointError(
+            "config.json", "must exist in the model directory", given=directory.name
+        ) from None
     except (ValueError, UnicodeDecodeError) as error:
         raise CheckpointError("config.json", f"must be JSON ({error})", given=directory.name) from None
     if not isinstance(config, dict):
@@ -52,7 +54,9 @@ class Checkpoint:
         """strip_prefix is removed from names that carry it, e.g. `model.`."""
         files = sorted(directory.glob("*.safetensors"))
         if not files:
-            raise CheckpointError("safetensors", "at least one *.safetensors file must exist", given=directory.name)
+            raise CheckpointError(
+                "safetensors", "at least one *.safetensors file must exist", given=directory.name
+            )
         self._files = {}
         self._where: dict[str, tuple[str, str]] = {}
         for path in files:
@@ -61,9 +65,11 @@ class Checkpoint:
                 # Opened lazily: a mapping, no tensor is read yet.
                 opened = safe_open(path, framework="pt")
             except SafetensorError as error:
-                raise CheckpointError("safetensors", f"file is corrupted ({error})", given=path.name) from None
+                raise CheckpointError(
+                    "safetensors", f"file is corrupted ({error})", given=path.name
+                ) from None
             self._files[path.name] = opened
-            for stored in opened.keys():  # noqa: SIM118 (not a dict)
+            for stored in opened.keys():
                 name = stored.removeprefix(strip_prefix)
                 if name in self._where:
                     raise CheckpointError("safetensors", "a tensor stands in two files", given=name)

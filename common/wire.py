@@ -40,7 +40,9 @@ def encode_tensor(tensor: torch.Tensor) -> tensor_pb2.Tensor:
     return tensor_pb2.Tensor(dtype=_PROTO_DTYPES[tensor.dtype], shape=list(tensor.shape), content=content)
 
 
-def check_tensor(message: tensor_pb2.Tensor, field: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+def check_tensor(
+    message: tensor_pb2.Tensor, field: str, dtype: torch.dtype, shape: tuple[int | None, ...]
+) -> None:
     """Raise InvalidTensor unless the message holds exactly such a tensor. Allocates nothing.
 
     `shape` has None where any size from 1 up is right. All arithmetic is in Python integers, which

@@ -122,19 +122,16 @@ class DFlash:
         self._lm_head = pack(shared.lm_head)
         self._fc = pack(weights.fc)
         self._hidden_norm = weights.hidden_norm
-        self._layers = [_ServedLayer.of(layer, config) for layer in weights.layers]
+        self._layers = [
+            _ServedLayer.of(layer, config, mask)
+            for layer, mask in zip(weights.layers, config.layer_masks, strict=True)
+        ]
         self._norm = weights.norm
         self._rope = rope
         # One GEMM gives all layers' context K and V: [L * 2 * kv_heads * head_dim, H].
         self._context_kv = pack(torch.cat([w for layer in weights.layers for w in (layer.k, layer.v)]))
         self._k_norms = torch.stack([layer.k_norm for layer in weights.layers])
-        self._qkv = [torch.cat([layer.q, layer.k, layer.v]) for layer in weights.layers]
-        self._qk_norms = [
-            torch.cat(
-                [layer.q_norm.expand(config.num_heads, -1), layer.k_norm.expand(config.num_kv_heads, -1)]
-            )
-            for layer in weights.layers
-        ]
+        self._ones = torch.ones(config.head_dim, dtype=self.dtype, device=weights.fc.device)
 
     @classmethod
     def load(cls, directory: Path, shared: SharedWeights, target: TargetContract) -> DFlash:
@@ -201,32 +198,64 @@ class DFlash:
 
     def block_hidden(self, block_ids: torch.Tensor, kv: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
         """Run block rows `[N]` through the layers: the normed output `[N, H]`."""
-        c, w = self.config, self._weights
+        c = self.config
         rope = self._rope.at(batch.positions)
-        x = embedding(block_ids, self._shared.embedding)
-        for i, layer in enumerate(w.layers):
-            x = x + self._attention(rms_norm(x, layer.input_norm, c.rms_norm_eps), i, kv[i], batch, rope)
+        x = embedding(block_ids, self._embedding)
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            h = rms_norm(x, layer.input_norm, c.rms_norm_eps)
+            x = x + self._attention(h, layer, layer_kv, batch, rope)
             x = x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
-        return rms_norm(x, w.norm, c.rms_norm_eps)
+        return rms_norm(x, self._norm, c.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's lm_head over normed rows `[..., H]`: `[..., vocab_rows]`."""
-        return linear(hidden, self._shared.lm_head)
+        return project(hidden, self._lm_head)
 
     def _attention(
-        self, h: torch.Tensor, index: int, kv: torch.Tensor, batch: RaggedBatch,
+        self, h: torch.Tensor, layer: _ServedLayer, kv: torch.Tensor, batch: RaggedBatch,
         rope: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         c = self.config
-        heads = linear(h, self._qkv[index]).view(h.shape[0], -1, c.head_dim)
+        heads = project(h, layer.qkv).view(h.shape[0], -1, c.head_dim)
         num_qk = c.num_heads + c.num_kv_heads
-        ones = torch.ones(c.head_dim, dtype=h.dtype, device=h.device)
-        normed = rms_norm(heads[:, :num_qk], ones, c.rms_norm_eps) * self._qk_norms[index]
+        # q and k normed by one call; their weights differ, so they are multiplied in afterwards.
+        normed = rms_norm(heads[:, :num_qk], self._ones, c.rms_norm_eps) * layer.qk_norm
         q, k = apply_rope(normed, *rope).split([c.num_heads, c.num_kv_heads], dim=1)
         kv[0][batch.slots] = k
         kv[1][batch.slots] = heads[:, num_qk:]
-        mixed = paged_attention(q, kv[0], kv[1], batch, c.layer_masks[index], c.head_dim**-0.5)
-        return linear(mixed, self._weights.layers[index].o)
+        mixed = paged_attention(q, kv[0], kv[1], batch, layer.mask, c.head_dim**-0.5)
+        return project(mixed, layer.o)
+
+
+@dataclass(frozen=True)
+class _ServedLayer:
+    """A draft layer as the block forward reads it: q, k, v as one GEMM, their norms as one product.
+
+    qk_norm `[num_heads + num_kv_heads, head_dim]`.
+    """
+
+    input_norm: torch.Tensor
+    qkv: Weight
+    qk_norm: torch.Tensor
+    o: Weight
+    post_norm: torch.Tensor
+    gate_up: Weight
+    down: Weight
+    mask: Mask
+
+    @classmethod
+    def of(cls, layer: DFlashLayer, c: DFlashConfig, mask: Mask) -> _ServedLayer:
+        norms = (layer.q_norm.expand(c.num_heads, -1), layer.k_norm.expand(c.num_kv_heads, -1))
+        return cls(
+            input_norm=layer.input_norm,
+            qkv=pack(torch.cat([layer.q, layer.k, layer.v])),
+            qk_norm=torch.cat(norms),
+            o=pack(layer.o),
+            post_norm=layer.post_norm,
+            gate_up=pack(layer.gate_up),
+            down=pack(layer.down),
+            mask=mask,
+        )
 
 
 def take_weights(checkpoint: Checkpoint, c: DFlashConfig, dtype: torch.dtype) -> tuple[DFlashWeights, str]:

@@ -44,7 +44,8 @@ class CoreStats:
 class Observer(Protocol):
     """Receives reports on the core's thread; must be quick and must not raise."""
 
-    def observe_step(self, report: StepReport, stats: CoreStats) -> None: ...
+    def observe_step(self, report: StepReport, stats: CoreStats) -> None:
+        """After a step; also when only the stats changed, with report.num_requests 0."""
 
     def observe_first_token(self, request: Request) -> None: ...
 

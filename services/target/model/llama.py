@@ -6,18 +6,19 @@ Knows tensors and slots; nothing of requests, sampling or drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from common import limits
 from common.contract import TargetContract
 from common.embedding import PREFIX, SharedWeights, take_shared_weights, target_contract
 from common.errors import CheckpointError
 from common.layers.attention import CAUSAL, RaggedBatch, paged_attention
+from common.layers.linear import Weight, pack, project
 from common.layers.mlp import swiglu
 from common.layers.norm import rms_norm
 from common.layers.rope import RopeTable, apply_rope, build_rope_table
@@ -76,30 +77,26 @@ class LlamaLayer:
     """Weights of a decoder layer; q, k, v and gate, up are stacked so that each is one GEMM."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Weight
+    o: Weight
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
 
 
-class Llama:
-    """A loaded target. Weights are read-only (the trainer reads them too); the KV cache is the caller's."""
+@dataclass(frozen=True)
+class LlamaWeights:
+    """A checkpoint in memory, as it is: what the served model packs and the trainer reads."""
 
-    def __init__(
-        self, config: LlamaConfig, shared: SharedWeights, layers: list[LlamaLayer],
-        final_norm: torch.Tensor, rope: RopeTable, contract: TargetContract,
-    ) -> None:  # fmt: skip
-        self.config = config
-        self.contract = contract
-        self.dtype = shared.embedding.dtype
-        self.shared = shared
-        self.layers = layers
-        self.final_norm = final_norm
-        self.rope = rope
+    config: LlamaConfig
+    contract: TargetContract
+    shared: SharedWeights
+    layers: list[LlamaLayer]
+    final_norm: torch.Tensor
+    rope: RopeTable
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype) -> Llama:
+    def load(cls, directory: Path, dtype: torch.dtype) -> LlamaWeights:
         """Read config.json and safetensors of a directory; CheckpointError when they do not fit."""
         raw = read_config(directory)
         config = LlamaConfig.from_json(raw)
@@ -109,7 +106,26 @@ class Llama:
         final_norm = checkpoint.take("norm.weight", (config.hidden_size,), dtype)
         checkpoint.finish()
         rope = build_rope_table(config.head_dim, config.max_len, raw)
-        return cls(config, shared, layers, final_norm, rope, target_contract(raw, shared, dtype))
+        return cls(config, target_contract(raw, shared, dtype), shared, layers, final_norm, rope)
+
+
+class Llama:
+    """A served target. Weights are read-only; the KV cache is the caller's."""
+
+    def __init__(self, weights: LlamaWeights) -> None:
+        self.config = weights.config
+        self.contract = weights.contract
+        self.dtype = weights.shared.embedding.dtype
+        self._embedding = weights.shared.embedding
+        self._lm_head = pack(weights.shared.lm_head)
+        self._layers = [_pack_layer(layer) for layer in weights.layers]
+        self._final_norm = weights.final_norm
+        self._rope = weights.rope
+
+    @classmethod
+    def load(cls, directory: Path, dtype: torch.dtype) -> Llama:
+        """Read a checkpoint directory; CheckpointError when it does not fit."""
+        return cls(LlamaWeights.load(directory, dtype))
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
@@ -131,10 +147,10 @@ class Llama:
         captured layer, in the order of the ids.
         """
         c = self.config
-        rope = self.rope.at(batch.positions)
+        rope = self._rope.at(batch.positions)
         captured: dict[int, torch.Tensor] = {}
-        x = embedding(token_ids, self.shared.embedding)
-        for i, layer in enumerate(self.layers):
+        x = embedding(token_ids, self._embedding)
+        for i, layer in enumerate(self._layers):
             x = x + self._attention(rms_norm(x, layer.input_norm, c.rms_norm_eps), layer, kv[i], batch, rope)
             x = x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
             if i in captured_layer_ids:
@@ -145,21 +161,20 @@ class Llama:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and lm_head: `[N, H]` to `[N, vocab_rows]`, fp32."""
-        normed = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
-        return linear(normed, self.shared.lm_head).float()
+        return project(rms_norm(hidden, self._final_norm, self.config.rms_norm_eps), self._lm_head).float()
 
     def _attention(
         self, h: torch.Tensor, layer: LlamaLayer, kv: torch.Tensor, batch: RaggedBatch,
         rope: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         c = self.config
-        heads = linear(h, layer.qkv).view(h.shape[0], -1, c.head_dim)
+        heads = project(h, layer.qkv).view(h.shape[0], -1, c.head_dim)
         rotated = apply_rope(heads[:, : c.num_heads + c.num_kv_heads], *rope)
         q, k = rotated.split([c.num_heads, c.num_kv_heads], dim=1)
         kv[0][batch.slots] = k
         kv[1][batch.slots] = heads[:, c.num_heads + c.num_kv_heads :]
         mixed = paged_attention(q, kv[0], kv[1], batch, CAUSAL, c.head_dim**-0.5)
-        return linear(mixed, layer.o)
+        return project(mixed, layer.o)
 
 
 def _take_layer(checkpoint: Checkpoint, c: LlamaConfig, index: int, dtype: torch.dtype) -> LlamaLayer:
@@ -180,3 +195,13 @@ def _take_layer(checkpoint: Checkpoint, c: LlamaConfig, index: int, dtype: torch
         gate_up=torch.cat([take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)]),
         down=take("mlp.down_proj", hidden, inner),
     )  # fmt: skip
+
+
+def _pack_layer(layer: LlamaLayer) -> LlamaLayer:
+    return replace(
+        layer,
+        qkv=pack(layer.qkv),
+        o=pack(layer.o),
+        gate_up=pack(layer.gate_up),
+        down=pack(layer.down),
+    )

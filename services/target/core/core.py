@@ -1,0 +1,158 @@
+"""The core: a thread that runs the step loop, and the in-memory channel by which the front talks to it.
+
+All methods may be called from any thread. No grpc, no torch: the step loop brings what it needs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from common import limits
+from common.errors import Overloaded, Unavailable
+from services.target.core.draft_source import DraftSource
+from services.target.core.report import CoreStats
+from services.target.core.request import Event, Request, TokensCommitted
+from services.target.core.scheduler import Scheduler
+from services.target.core.step import StepLoop
+
+log = structlog.get_logger(__name__)
+
+# How long an idle core sleeps before it looks at drafter and stop flag again.
+_IDLE_WAIT_S = 0.05
+
+
+class Core:
+    """Runs requests. `submit` and `abort` never block; events leave through each request's `emit`."""
+
+    def __init__(
+        self, scheduler: Scheduler, loop: StepLoop, draft_source: DraftSource, *,
+        num_known_max: int, on_failure: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """num_known_max bounds waiting and running requests together. on_failure is called once, on
+        the core's thread, when the step loop died and every request was failed."""
+        self._scheduler = scheduler
+        self._loop = loop
+        self._draft_source = draft_source
+        self._num_known_max = num_known_max
+        self._on_failure = on_failure
+        self._inbox: queue.Queue[Request | str] = queue.Queue(maxsize=limits.CORE_INBOX_MAX)
+        self._lock = threading.Lock()
+        self._known: set[str] = set()
+        self._refusal: str | None = None
+        self._stopping = threading.Event()
+        self._stats = loop.stats()
+        self._thread = threading.Thread(target=self._run, name="core", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Admit a request, or raise Overloaded or Unavailable and keep nothing of it."""
+        inner = request.emit
+
+        def emit(event: Event) -> None:
+            if not isinstance(event, TokensCommitted):
+                with self._lock:
+                    self._known.discard(request.request_id)
+            inner(event)
+
+        with self._lock:
+            if self._refusal is not None:
+                raise Unavailable(self._refusal)
+            if len(self._known) >= self._num_known_max:
+                raise Overloaded(
+                    "requests waiting and running", limit=self._num_known_max, given=len(self._known)
+                )
+            assert request.request_id not in self._known, "the front refuses duplicate ids"
+            request.emit = emit
+            try:
+                self._inbox.put_nowait(request)
+            except queue.Full:
+                raise Overloaded(
+                    "core inbox", limit=limits.CORE_INBOX_MAX, given=self._inbox.qsize()
+                ) from None
+            self._known.add(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ask for a request's early end; it then emits its terminal event. Unknown ids are ignored;
+        Overloaded when too many commands wait."""
+        with self._lock:
+            if request_id not in self._known:
+                return
+        try:
+            self._inbox.put_nowait(request_id)
+        except queue.Full:
+            raise Overloaded("core inbox", limit=limits.CORE_INBOX_MAX, given=self._inbox.qsize()) from None
+
+    def is_known(self, request_id: str) -> bool:
+        """Whether the request waits or runs."""
+        with self._lock:
+            return request_id in self._known
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits or runs."""
+        with self._lock:
+            return not self._known
+
+    def stats(self) -> CoreStats:
+        """As of the last step."""
+        return self._stats
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those known go on."""
+        with self._lock:
+            self._refusal = self._refusal or "service is draining"
+
+    def stop(self) -> None:
+        """Fail what is left and join the thread."""
+        self.drain()
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._take_commands()
+                # An idle step hands ended sessions over and lets the drafter's link settle.
+                self._loop.step()
+                self._stats = self._loop.stats()
+            self._end("service stopped before the request was done", "unavailable")
+        except Exception:
+            # A bug or a device error: nothing that the batch held can be trusted any more.
+            log.exception("core.failed")
+            with self._lock:
+                self._refusal = "service failed"
+            self._end("service failed", "internal")
+            self._on_failure()
+        finally:
+            self._draft_source.close()
+
+    def _take_commands(self) -> None:
+        """Apply all commands; wait a moment for one when there is nothing else to do."""
+        try:
+            self._apply(self._inbox.get(timeout=0 if self._loop.has_work else _IDLE_WAIT_S))
+            while True:
+                self._apply(self._inbox.get_nowait())
+        except queue.Empty:
+            return
+
+    def _apply(self, command: Request | str) -> None:
+        if isinstance(command, Request):
+            self._scheduler.add(command)
+        else:
+            self._loop.abort(command)
+
+    def _end(self, text: str, reason: str) -> None:
+        self._take_commands_without_waiting()
+        self._loop.fail_all(Unavailable(text), reason)
+        self._stats = self._loop.stats()
+
+    def _take_commands_without_waiting(self) -> None:
+        while not self._inbox.empty():
+            self._apply(self._inbox.get_nowait())

@@ -1,0 +1,113 @@
+"""Choosing tokens from logits, with noise that depends on (seed, position, token id) alone.
+
+Because the noise is keyed, a request gives the same tokens however its positions are cut into
+steps: alone or in a batch, drafted or plain, before or after a preemption. Sampling is
+argmax(logits / T + Gumbel) over the tokens that the filters keep, which draws from their softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from services.target.core.request import SamplingParams
+
+# Philox4x32-10, Salmon et al. 2011.
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_WORD = 0xFFFFFFFF
+
+# Gumbel noise below is within (-2.9, 22.9): a token whose scaled logit is further than this under
+# the largest one can never win, so it needs no noise.
+_NOISE_SPAN = 26.0
+# Sorted candidates to look at before sorting the whole vocabulary: top-p 0.95 of a chat model keeps
+# far fewer.
+_CANDIDATES = 1024
+
+
+def choose_tokens(
+    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> torch.Tensor:
+    """One token for each row: logits `[R, V]` fp32, positions of the tokens to choose. Returns `[R]` int64.
+
+    Greedy rows (temperature 0) take the highest logit, the lowest id among equals.
+    """
+    chosen = logits.argmax(dim=-1)
+    for row, (p, position) in enumerate(zip(params, positions, strict=True)):
+        if p.temperature > 0:
+            chosen[row] = _sample(logits[row], p, position)
+    return chosen
+
+
+def _sample(logits: torch.Tensor, p: SamplingParams, position: int) -> torch.Tensor:
+    ids, scaled = surviving_tokens(logits, p)
+    return ids[(scaled + gumbel_noise(p.seed, position, ids)).argmax()]
+
+
+def surviving_tokens(logits: torch.Tensor, p: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids `[C]` that may be sampled and their logits / T `[C]`; order: min-p, top-k, top-p.
+
+    min-p keeps tokens of at least min_p times the largest probability; top-p keeps a token while the
+    mass before it, among those left, is below top_p. At least one token stays.
+    """
+    scaled = logits / p.temperature
+    largest = scaled.max()
+    floor = largest - _NOISE_SPAN
+    if p.min_p > 0:
+        floor = torch.maximum(floor, largest + torch.log(torch.tensor(p.min_p, dtype=scaled.dtype)))
+    if p.top_k == 0 and p.top_p >= 1:
+        ids = (scaled >= floor).nonzero().squeeze(-1)
+        return ids, scaled[ids]
+    if p.min_p > 0:
+        scaled = torch.where(scaled >= floor, scaled, float("-inf"))
+
+    vocab = scaled.shape[-1]
+    count = min(vocab, max(p.top_k, _CANDIDATES))
+    while True:
+        values, ids = _highest(scaled, count)
+        if p.top_k:
+            values, ids = values[: p.top_k], ids[: p.top_k]
+        total = torch.logsumexp(values if p.top_k else scaled, dim=-1)
+        mass = torch.exp(values - total).double().cumsum(-1)
+        if p.top_k or count == vocab or mass[-1] >= p.top_p:
+            break
+        count = vocab
+    before = torch.cat((mass.new_zeros(1), mass[:-1]))
+    keep = (before < p.top_p) & (values > float("-inf"))
+    return ids[keep], values[keep]
+
+
+def _highest(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` highest values in falling order with their ids, lower ids first among equals."""
+    threshold = torch.topk(scaled, count).values[-1]
+    # Everything equal to the last one, so that which of them stay is decided by id.
+    ids = (scaled >= threshold).nonzero().squeeze(-1)
+    values, order = torch.sort(scaled[ids], descending=True, stable=True)
+    return values[:count], ids[order][:count]
+
+
+def gumbel_noise(seed: int, position: int, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise `[C]` fp32 for token ids `[C]`; a pure function of its arguments."""
+    words = philox(seed, ids.long(), position)
+    # In (0, 1): never 0, and at most 1 - 2^-24, the last fp32 before 1.
+    uniform = ((words.double() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24).float()
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def philox(seed: int, counter_0: torch.Tensor, counter_1: int) -> torch.Tensor:
+    """First output word of Philox4x32-10 for counters (counter_0, counter_1, 0, 0): `[C]` int64 below 2^32.
+
+    seed is 64 bits; both counters must be below 2^32.
+    """
+    key_0, key_1 = seed & _WORD, seed >> 32 & _WORD
+    c0, c1 = counter_0, torch.full_like(counter_0, counter_1)
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    for _ in range(_ROUNDS):
+        # int64 products wrap, but their low 64 bits are right, and so are both halves.
+        product_0, product_1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        high_0, high_1 = product_0 >> 32 & _WORD, product_1 >> 32 & _WORD
+        c0, c1, c2, c3 = high_1 ^ c1 ^ key_0, product_1 & _WORD, high_0 ^ c3 ^ key_1, product_0 & _WORD
+        key_0, key_1 = key_0 + _WEYL[0] & _WORD, key_1 + _WEYL[1] & _WORD
+    return c0

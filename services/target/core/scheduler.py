@@ -1,0 +1,194 @@
+"""Which requests take part in the next step, with how many rows, on which pages. No torch.
+
+Extending and decoding are one thing: a request contributes the rows of its tokens that are not
+stored yet, followed by its draft when it reaches its end. Rows that end a request's tokens are
+sampled. Pages grow step by step; when they run out the youngest request is preempted: it gives all
+pages back and later recomputes, which costs time but, noise being keyed by position, no token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from common.paged_kv import OutOfPages, PagePool, PageTable
+from services.target.core.request import Phase, Request
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """One request's part of a step: tokens [start, start + num_tokens), then the draft."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    draft: list[int]
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + len(self.draft)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last row."""
+        return self.start + self.num_rows
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step chooses this request's next token."""
+        return self.start + self.num_tokens == self.request.committed_len
+
+    @property
+    def row_ids(self) -> list[int]:
+        return self.request.tokens[self.start : self.start + self.num_tokens] + self.draft
+
+
+@dataclass
+class Batch:
+    """The rows of one step, request after request."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(s.num_rows for s in self.scheduled)
+
+
+class Scheduler:
+    """Owns the waiting queue, the running set and the page pool."""
+
+    def __init__(self, pool: PagePool, *, num_running_max: int, extend_rows_max: int) -> None:
+        """extend_rows_max bounds the prompt rows of a step, so that a long prompt does not stall
+        those who decode."""
+        self.pool = pool
+        self.num_preemptions = 0
+        self._num_running_max = num_running_max
+        self._extend_rows_max = extend_rows_max
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._ended_sessions: list[int] = []
+        self._next_session_id = 1
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running(self) -> list[Request]:
+        """In order of admission."""
+        return list(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Its tokens must fit the pool when it runs alone."""
+        assert self.pool.pages_for(len(request.prompt) + request.max_new_tokens) <= self.pool.num_pages
+        self._waiting.append(request)
+
+    def find(self, request_id: str) -> Request | None:
+        """The waiting or running request of this id."""
+        for request in (*self._running, *self._waiting):
+            if request.request_id == request_id:
+                return request
+        return None
+
+    def first(self) -> Request | None:
+        """Any request that has not ended."""
+        return next(iter((*self._running, *self._waiting)), None)
+
+    def remove(self, request: Request) -> list[int]:
+        """Forget a request that ended, and free its pages; returns them."""
+        if request.phase is Phase.WAITING:
+            self._waiting.remove(request)
+            return []
+        self._running.remove(request)
+        return self._release(request)
+
+    def take_ended_sessions(self) -> list[int]:
+        """Sessions that ended since the last call."""
+        ended, self._ended_sessions = self._ended_sessions, []
+        return ended
+
+    def rewind(self, request: Request) -> None:
+        """Compute a running request again from its first token, on the pages it has: its hidden
+        states are wanted once more."""
+        request.cached_len = 0
+
+    def next_batch(self, drafts: dict[int, list[int]]) -> Batch:
+        """Choose the step's rows. drafts: draft tokens by session id."""
+        batch = Batch()
+        budget = self._extend_rows_max
+        for request in self.running:
+            # A request earlier in the loop may have preempted this one.
+            if request.phase is not Phase.RUNNING:
+                continue
+            draft = self._useful_draft(request, drafts)
+            num_tokens = request.remaining_len
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, budget)
+                if num_tokens == 0:
+                    continue
+                if num_tokens < request.remaining_len:
+                    draft = []
+                budget -= num_tokens
+            self._schedule(batch, request, num_tokens, draft)
+        while self._waiting and budget > 0 and self.num_running < self._num_running_max:
+            request = self._waiting[0]
+            # All of its tokens, so that admission is not followed by preemption at once.
+            if self.pool.pages_for(request.committed_len + 1) > self.pool.num_free:
+                break
+            self._waiting.popleft()
+            self._admit(request)
+            num_tokens = min(request.remaining_len, budget)
+            budget -= num_tokens
+            self._schedule(batch, request, num_tokens, [])
+        return batch
+
+    def _admit(self, request: Request) -> None:
+        request.move_to(Phase.RUNNING)
+        request.page_table = PageTable(self.pool)
+        request.session_id = self._next_session_id
+        self._next_session_id += 1
+        if request.started_at is None:
+            request.started_at = request.clock()
+        self._running.append(request)
+
+    def _useful_draft(self, request: Request, drafts: dict[int, list[int]]) -> list[int]:
+        """The request's draft, cut so that no row lies past what it may still commit: a verify
+        commits one token more than it accepts."""
+        return drafts.get(request.session_id, [])[: max(0, request.room - 1)]
+
+    def _schedule(self, batch: Batch, request: Request, num_tokens: int, draft: list[int]) -> None:
+        """Reserve the pages and add the rows; preempts others, youngest first, or the request
+        itself when it is the youngest."""
+        scheduled = ScheduledRequest(request, request.cached_len, num_tokens, draft)
+        assert request.page_table is not None
+        while True:
+            try:
+                request.page_table.reserve(scheduled.stop)
+            except OutOfPages:
+                youngest = self._running[-1]
+                self._preempt(youngest)
+                batch.scheduled = [s for s in batch.scheduled if s.request is not youngest]
+                if youngest is request:
+                    return
+            else:
+                batch.scheduled.append(scheduled)
+                return
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._release(request)
+        request.cached_len = 0
+        request.move_to(Phase.WAITING)
+        self._waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _release(self, request: Request) -> list[int]:
+        self._ended_sessions.append(request.session_id)
+        assert request.page_table is not None
+        pages = request.page_table.release()
+        request.page_table = None
+        return pages
