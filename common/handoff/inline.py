@@ -46,9 +46,16 @@ class InlineTransport:
     """A Transport over a Pipe."""
 
     def __init__(
-        self, pipe: Pipe, target: TargetContract, draft: DraftContract, drafter_instance_id: str
+        self,
+        pipe: Pipe,
+        target: TargetContract,
+        draft: DraftContract,
+        *,
+        target_instance_id: str,
+        drafter_instance_id: str,
     ) -> None:
         self._pipe = pipe
+        self._target_instance_id = target_instance_id
         self._drafter_instance_id = drafter_instance_id
         self._vocab_rows = target.vocab_rows
         self._num_draft_tokens = draft.num_draft_tokens
@@ -65,7 +72,7 @@ class InlineTransport:
             assert agreed, "the layers that were captured are those of this drafter's contract"
         requests = pack(step, captured, self._rows_max)
         for step_id, request in enumerate(requests, self._next_step_id):
-            request.step_id = step_id
+            request.step_id, request.target_instance_id = step_id, self._target_instance_id
         if not self._pipe.send(requests):
             return False
         self._next_step_id += len(requests)
@@ -123,7 +130,7 @@ class InlineTransport:
 
 
 def pack(step: Step, captured: torch.Tensor | None, rows_max: int) -> list[pb.DraftRequest]:
-    """The messages of a step, each with at most rows_max captured rows; step ids are left to the caller.
+    """The messages of a step, each with at most rows_max captured rows; the caller fills in ids.
 
     The first carries closes and opens, the last one asks for the blocks.
     """

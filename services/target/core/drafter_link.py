@@ -166,7 +166,6 @@ class DrafterLink:
 
     async def _work_until_closed(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_log_loop_error)
         work = loop.create_task(self._work())
         with self._lock:
             self._cancel = lambda: loop.call_soon_threadsafe(work.cancel)
@@ -301,10 +300,3 @@ async def _read(stream: DrafterStream, call: AsyncIterable[pb.DraftResponse]) ->
     async for reply in call:
         stream.deliver(reply)
     raise PeerFault("the drafter ended the stream")
-
-
-def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    error = context.get("exception")
-    # grpc's poller wakes the loop of every thread that uses it; those that find nothing to read say so.
-    if not isinstance(error, BlockingIOError):
-        log.error("drafter_link_loop_error", reason=context.get("message"), exc_info=error)

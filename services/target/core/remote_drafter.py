@@ -28,32 +28,70 @@ class DrafterObserver(LinkObserver, Protocol):
         """A session was opened again: `recaptured` from position 0, or `cold`."""
 
 
+class Link(Protocol):
+    """What is needed of a DrafterLink; see there."""
+
+    @property
+    def stream(self) -> DrafterStream | None: ...
+
+    @property
+    def state(self) -> LinkState: ...
+
+    @property
+    def mismatches(self) -> list[Mismatch]: ...
+
+    @property
+    def breaker_is_open(self) -> bool: ...
+
+    def answered(self, stream: DrafterStream) -> None: ...
+
+    def missed(self, stream: DrafterStream) -> None: ...
+
+    def drop(self, stream: DrafterStream, why: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RemoteDrafter:
     """A DraftSource. It changes connections only inside `collect` and at the end of `post`, so that
     a step's captured layers are those of the connection that gets them."""
 
-    def __init__(
-        self,
+    @classmethod
+    def connect(
+        cls,
         address: Address,
         target: TargetContract,
         instance_id: str,
         draft_deadline_s: float,
         observer: DrafterObserver,
-        clock: Callable[[], float] = time.monotonic,
+    ) -> RemoteDrafter:
+        """Start looking for the drafter at once, in the background."""
+        link = DrafterLink(address, target, instance_id, observer, time.monotonic)
+        link.start()
+        return cls(link, target, instance_id, draft_deadline_s, observer.resync, time.monotonic)
+
+    def __init__(
+        self,
+        link: Link,
+        target: TargetContract,
+        instance_id: str,
+        draft_deadline_s: float,
+        on_resync: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
-        """Starts looking for the drafter at once, in the background."""
+        """on_resync hears the kind of each re-opening; see DrafterObserver.resync."""
+        self._link = link
         self._target = target
+        self._instance_id = instance_id
         self._draft_deadline_s = draft_deadline_s
         self._clock = clock
-        self._sessions = DrafterSessions(clock, observer.resync)
+        self._sessions = DrafterSessions(clock, on_resync)
         self._stream: DrafterStream | None = None
         self._transport: Transport | None = None
         self._posted_at = clock()
         self._asked: dict[int, Block] = {}
         self._plain: dict[int, PlainReason] = {}
         self._num_open = 0
-        self._link = DrafterLink(address, target, instance_id, observer, clock)
-        self._link.start()
 
     # --- for whoever asks how it is, on any thread --------------------------------------------------
 
@@ -174,7 +212,11 @@ class RemoteDrafter:
             else:
                 agreement = stream.agreement
                 self._transport = InlineTransport(
-                    stream, self._target, agreement.draft, agreement.drafter_instance_id
+                    stream,
+                    self._target,
+                    agreement.draft,
+                    target_instance_id=self._instance_id,
+                    drafter_instance_id=agreement.drafter_instance_id,
                 )
                 self._sessions.connected(agreement.num_sessions_max)
         self._num_open = self._sessions.num_open
