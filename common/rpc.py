@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common import limits
@@ -178,31 +179,34 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
-        kind, wrap = {
-            (False, False): ("unary_unary", self._answering),
-            (False, True): ("unary_stream", self._streaming),
-            (True, False): ("stream_unary", self._answering),
-            (True, True): ("stream_stream", self._streaming),
-        }[handler.request_streaming, handler.response_streaming]
-        make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make_handler(
-            wrap(method, getattr(handler, kind)), handler.request_deserializer, handler.response_serializer
-        )
+        if handler.request_streaming:
+            # A stream's messages are read, and so decoded, inside the servicer's code.
+            kind, decode, decode_here = "stream", handler.request_deserializer, None
+        else:
+            # Decoded by the wrapper: gRPC would answer bytes that are no message with UNKNOWN, which
+            # gateways retry.
+            kind, decode, decode_here = "unary", None, handler.request_deserializer
+        if handler.response_streaming:
+            kind, wrap = f"{kind}_stream", self._streaming
+        else:
+            kind, wrap = f"{kind}_unary", self._answering
+        wrapped = wrap(method, getattr(handler, kind), decode_here or _as_it_is)
+        return getattr(grpc, f"{kind}_rpc_method_handler")(wrapped, decode, handler.response_serializer)
 
-    def _answering(self, method: str, behaviour: Any) -> Any:
+    def _answering(self, method: str, behaviour: Any, decode: Callable[[Any], Any]) -> Any:
         async def answer(request: Any, context: Any) -> Any:
             async with self._call(method, context):
-                return await behaviour(request, context)
+                return await behaviour(decode(request), context)
 
         return answer
 
-    def _streaming(self, method: str, behaviour: Any) -> Any:
+    def _streaming(self, method: str, behaviour: Any, decode: Callable[[Any], Any]) -> Any:
         async def stream(request: Any, context: Any) -> None:
             async with self._call(method, context):
                 if not inspect.isasyncgenfunction(behaviour):
-                    await behaviour(request, context)
+                    await behaviour(decode(request), context)
                     return
-                async with contextlib.aclosing(behaviour(request, context)) as replies:
+                async with contextlib.aclosing(behaviour(decode(request), context)) as replies:
                     async for reply in replies:
                         await context.write(reply)
 
@@ -224,6 +228,11 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):
             code = status_of(error)
             status = code.name
             await context.abort(code, str(error))
+        except DecodeError:
+            status = grpc.StatusCode.INVALID_ARGUMENT.name
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "message: must be the method's request type"
+            )
         except Exception:
             # Its text could hold anything, so it goes to the log only, and the caller learns no more.
             status = grpc.StatusCode.INTERNAL.name
@@ -231,6 +240,10 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):
             await context.abort(grpc.StatusCode.INTERNAL, "internal error")
         finally:
             self._observe_call(method, status, time.monotonic() - started_at)
+
+
+def _as_it_is(request: Any) -> Any:
+    return request
 
 
 def _code_name(code: Any) -> str:
