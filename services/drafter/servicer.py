@@ -23,6 +23,8 @@ from services.drafter.instances import TargetInstances
 
 log = get_log("servicer")
 
+SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
+
 # How often a drain looks whether the last session has gone.
 DRAIN_POLL_S = 0.05
 
