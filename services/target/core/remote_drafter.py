@@ -16,8 +16,9 @@ from common.contract import Mismatch, TargetContract
 from common.handoff.inline import InlineTransport
 from common.handoff.transport import Block, Collected, Outcome, PeerFault, PeerLost, Step, Transport
 from services.target.core.draft_source import Drafts, HandOff, PlainReason
-from services.target.core.drafter_link import DrafterLink, LinkObserver, LinkState
+from services.target.core.drafter_link import DrafterLink
 from services.target.core.drafter_sessions import DrafterSessions
+from services.target.core.drafter_status import DrafterStatus, LinkObserver, LinkState
 from services.target.core.drafter_stream import DrafterStream
 
 
@@ -29,25 +30,10 @@ class DrafterObserver(LinkObserver, Protocol):
 
 
 class Link(Protocol):
-    """What is needed of a DrafterLink; see there."""
+    """Keeps a connection to whatever drafter is there; see DrafterLink."""
 
     @property
-    def stream(self) -> DrafterStream | None: ...
-
-    @property
-    def state(self) -> LinkState: ...
-
-    @property
-    def mismatches(self) -> list[Mismatch]: ...
-
-    @property
-    def breaker_is_open(self) -> bool: ...
-
-    def answered(self, stream: DrafterStream) -> None: ...
-
-    def missed(self, stream: DrafterStream) -> None: ...
-
-    def drop(self, stream: DrafterStream, why: str) -> None: ...
+    def status(self) -> DrafterStatus: ...
 
     def close(self) -> None: ...
 
@@ -66,7 +52,7 @@ class RemoteDrafter:
         observer: DrafterObserver,
     ) -> RemoteDrafter:
         """Start looking for the drafter at once, in the background."""
-        link = DrafterLink(address, target, instance_id, observer, time.monotonic)
+        link = DrafterLink(address, target, instance_id, DrafterStatus(observer, time.monotonic))
         link.start()
         return cls(link, target, instance_id, draft_deadline_s, observer.resync, time.monotonic)
 
@@ -81,6 +67,7 @@ class RemoteDrafter:
     ) -> None:
         """on_resync hears the kind of each re-opening; see DrafterObserver.resync."""
         self._link = link
+        self._status = link.status
         self._target = target
         self._instance_id = instance_id
         self._draft_deadline_s = draft_deadline_s
@@ -97,11 +84,11 @@ class RemoteDrafter:
 
     @property
     def state(self) -> LinkState:
-        return self._link.state
+        return self._status.state
 
     @property
     def mismatches(self) -> list[Mismatch]:
-        return self._link.mismatches
+        return self._status.mismatches
 
     @property
     def num_sessions(self) -> int:
@@ -111,7 +98,7 @@ class RemoteDrafter:
     @property
     def block_size(self) -> int | None:
         """Rows of a draft block while the link is up."""
-        stream = self._link.stream
+        stream = self._status.stream
         return stream.agreement.draft.block_size if stream else None
 
     # --- DraftSource --------------------------------------------------------------------------------
@@ -143,7 +130,7 @@ class RemoteDrafter:
                 reason = PlainReason.UNAVAILABLE
             except PeerFault as fault:
                 reason = PlainReason.INVALID_DRAFT
-                self._link.drop(self._stream, str(fault))
+                self._status.drop(self._stream, str(fault))
             else:
                 self._take(collected, asked, drafts)
             for session_id in asked:
@@ -172,7 +159,7 @@ class RemoteDrafter:
         else:
             # So far behind that a deadline's worth of steps is queued: as bad as a missed deadline.
             reason = PlainReason.BUSY
-            self._link.missed(self._stream)
+            self._status.missed(self._stream)
         self._sessions.unsent(step)
         self._plain.update(dict.fromkeys(self._asked, reason))
         self._asked = {}
@@ -181,9 +168,9 @@ class RemoteDrafter:
         """Learn from all reports; keep the drafts of the blocks that were asked for last."""
         assert self._stream is not None
         if collected.latest is not None:
-            self._link.answered(self._stream)
+            self._status.answered(self._stream)
         elif asked:
-            self._link.missed(self._stream)
+            self._status.missed(self._stream)
         for report in collected.earlier:
             self._sessions.learn(report, None)
         for report in collected.latest or ():
@@ -197,11 +184,11 @@ class RemoteDrafter:
                 drafts.tokens[report.session_id] = report.draft
         reports = (*collected.earlier, *(collected.latest or ()))
         if any(report.outcome is Outcome.INVALID_TENSOR for report in reports):
-            self._link.drop(self._stream, "captured rows were refused")
+            self._status.drop(self._stream, "captured rows were refused")
 
     def _settle(self) -> None:
         """Take over the connection that the link has now, if it is another one."""
-        stream = self._link.stream
+        stream = self._status.stream
         if stream is not self._stream:
             self._stream = stream
             self._plain.update(dict.fromkeys(self._asked, PlainReason.UNAVAILABLE))
@@ -222,4 +209,4 @@ class RemoteDrafter:
         self._num_open = self._sessions.num_open
 
     def _reason_without_link(self) -> PlainReason:
-        return PlainReason.BREAKER_OPEN if self._link.breaker_is_open else PlainReason.UNAVAILABLE
+        return PlainReason.BREAKER_OPEN if self._status.breaker_is_open else PlainReason.UNAVAILABLE
