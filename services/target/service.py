@@ -144,7 +144,7 @@ def _open_drafter(
     address = settings.drafter_address
     if address is None:
         return None
-    return RemoteDrafter(address, model.contract, instance_id, settings.draft_deadline_s, observer)
+    return RemoteDrafter.connect(address, model.contract, instance_id, settings.draft_deadline_s, observer)
 
 
 def _facts_of(drafter: RemoteDrafter | None) -> DrafterFacts:
