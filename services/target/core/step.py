@@ -208,7 +208,8 @@ class StepLoop:
     ) -> StepReport:
         report = StepReport(num_rows=batch.num_rows, num_requests=len(batch.scheduled))
         report.captured_bytes = captured.nbytes if captured is not None else 0
-        report.only_extends = not any(s.samples for s in batch.scheduled)
+        # Not by `samples`: committing has moved the end that it looks at.
+        report.only_extends = all(outcome.verified is None for outcome in outcomes)
         for outcome in outcomes:
             s, verified = outcome.scheduled, outcome.verified
             prompt_len = len(s.request.prompt)
