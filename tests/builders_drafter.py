@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from common.contract import TargetContract
 from common.embedding import load_shared_weights
 from common.paged_kv import PagePool
 from services.drafter.engine import DraftEngine
@@ -69,8 +70,15 @@ class Drafter:
     engine: DraftEngine
     table: SessionTable
     runner: StepRunner
-    captured_width: int
-    vocab_rows: int
+    target: TargetContract
+
+    @property
+    def captured_width(self) -> int:
+        return len(self.model.contract.captured_layer_ids) * self.target.hidden_size
+
+    @property
+    def vocab_rows(self) -> int:
+        return self.target.vocab_rows
 
 
 def load_drafter(
@@ -91,5 +99,4 @@ def load_drafter(
     }
     table = SessionTable(pool, **(settings | changes))
     runner = StepRunner(table, engine, contract.vocab_rows)
-    width = len(model.contract.captured_layer_ids) * contract.hidden_size
-    return Drafter(model, engine, table, runner, width, contract.vocab_rows)
+    return Drafter(model, engine, table, runner, contract)
