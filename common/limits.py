@@ -42,8 +42,6 @@ CORE_INBOX_MAX = 2048
 RPCS_MAX = REQUESTS_WAITING_MAX + REQUESTS_RUNNING_MAX + 256
 # Tokens that a slow reader may leave unread; beyond it that stream alone ends.
 STREAM_BACKLOG_TOKENS_MAX = 4096
-# How long such a stream stays for its reader to come back and read why; then its memory is freed.
-STALLED_READER_S = 30.0
 
 # --- model ---------------------------------------------------------------------------------------
 

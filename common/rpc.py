@@ -208,7 +208,7 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):
                     return
                 async with contextlib.aclosing(behaviour(decode(request), context)) as replies:
                     async for reply in replies:
-                        await context.write(reply)
+                        await _write(context, reply)
 
         return stream
 
@@ -240,6 +240,14 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):
             await context.abort(grpc.StatusCode.INTERNAL, "internal error")
         finally:
             self._observe_call(method, status, time.monotonic() - started_at)
+
+
+async def _write(context: Any, reply: Any) -> None:
+    try:
+        await context.write(reply)
+    except grpc.aio.InternalError:
+        # A write that waited for its reader fails when that leaves; the cancellation would come next.
+        raise asyncio.CancelledError from None
 
 
 def _as_it_is(request: Any) -> Any:

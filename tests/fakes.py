@@ -10,7 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
+from common.errors import TandemError
 from common.pb.tandem.v1 import target_pb2, target_pb2_grpc
+from services.target.core.report import CoreStats
+from services.target.core.request import (
+    FinishReason,
+    Request,
+    RequestFailed,
+    TokensCommitted,
+)
 from tools.target_client import TargetClient
 
 
@@ -79,3 +87,51 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
                 yield client
         finally:
             server.stop(grace=None)
+
+
+class ScriptedCore:
+    """The core as the front sees it: keeps what it is given; the test says what becomes of it.
+
+    `refusal`, when set, is raised by submit. commit, finish and fail play the core's part for a request,
+    from whichever thread calls them.
+    """
+
+    def __init__(self) -> None:
+        self.refusal: TandemError | None = None
+        self.requests: dict[str, Request] = {}
+        self.aborted: list[str] = []
+        self._known: set[str] = set()
+
+    def submit(self, request: Request) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests[request.request_id] = request
+        self._known.add(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        if request_id in self._known:
+            self.finish(request_id, FinishReason.ABORT)
+
+    def is_known(self, request_id: str) -> bool:
+        return request_id in self._known
+
+    def stats(self) -> CoreStats:
+        return CoreStats(len(self._known), 3, num_pages=64, num_pages_free=60, pages_unaccounted=0)
+
+    def commit(self, request_id: str, token_ids: list[int]) -> None:
+        """Commit tokens; every second one counts as drafted."""
+        request = self.requests[request_id]
+        request.tokens += token_ids
+        request.emit(TokensCommitted(list(token_ids), [i % 2 == 1 for i in range(len(token_ids))]))
+
+    def finish(self, request_id: str, reason: FinishReason, matched_token_id: int | None = None) -> None:
+        """End a request as it should end."""
+        self._known.discard(request_id)
+        request = self.requests[request_id]
+        request.emit(request.finish(reason, matched_token_id))
+
+    def fail(self, request_id: str, error: TandemError) -> None:
+        """End a request with an error."""
+        self._known.discard(request_id)
+        self.requests[request_id].emit(RequestFailed(error))

@@ -74,7 +74,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         drafter_facts: Callable[[], DrafterFacts],
         observe_rejected: Callable[[str], None],
         backlog_tokens_max: int = limits.STREAM_BACKLOG_TOKENS_MAX,
-        stalled_reader_s: float = limits.STALLED_READER_S,
     ) -> None:
         """observe_rejected hears why a request was not admitted: invalid, overloaded, unavailable; or,
         for an admitted one, slow_reader."""
@@ -84,7 +83,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._drafter_facts = drafter_facts
         self._observe_rejected = observe_rejected
         self._backlog_tokens_max = backlog_tokens_max
-        self._stalled_reader_s = stalled_reader_s
         self._started_at = time.monotonic()
 
     async def Generate(
@@ -92,10 +90,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> AsyncIterator[target_pb2.GenerateResponse]:
         """Admit, then pass events on. Nothing is sent before admission, so that a refusal is a status
         and not the end of a stream that had begun."""
-        reader = asyncio.current_task()
-        channel = EventChannel(
-            lambda: self._on_overflow(message.request_id, reader), self._backlog_tokens_max
-        )
+        channel = EventChannel(lambda: self._on_overflow(message.request_id), self._backlog_tokens_max)
         self._admit(message, channel.emit)
         ended = False
         try:
@@ -174,14 +169,12 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         except Overloaded:
             asyncio.get_running_loop().call_later(_ABORT_AGAIN_S, self._abort, request_id)
 
-    def _on_overflow(self, request_id: str, reader: asyncio.Task[Any] | None) -> None:
+    def _on_overflow(self, request_id: str) -> None:
+        """Free the request at once. Its stream is stuck in a write that only the reader can release:
+        it stays, with a window of bytes, until the reader comes back to read why, or leaves."""
         log.warning("slow_reader", request_id=request_id)
         self._observe_rejected("slow_reader")
         self._abort(request_id)
-        # The stream may be stuck in a write that only the reader can release. It gets some time to
-        # come back and read why; then the stream goes.
-        if reader is not None:
-            asyncio.get_running_loop().call_later(self._stalled_reader_s, reader.cancel)
 
 
 def _encoded(event: Event) -> target_pb2.GenerateResponse:
