@@ -5,6 +5,7 @@ Gets tokens and numbers, prints; must not measure or call anything.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from tools.target_client import ReceivedDelta
 
 DRAFT_STYLE = "bold green"
 OWN_STYLE = "default"
-_PROMPT_COLUMN_CHARS = 36
+_PROMPT_CHARS, _PROMPT_COLUMN_CHARS = 64, 36
 
 
 def print_legend(console: Console) -> None:
@@ -63,17 +64,20 @@ def result_table(prompts: Sequence[str], comparisons: Sequence[Comparison]) -> T
     table = Table(title="decoding, plain and with drafts (medians; prefill left out)", show_footer=True)
     finished = [answer.finished for c in comparisons for answer in c.drafted]
     all_same = all(c.same_tokens for c in comparisons)
-    total = sum(c.num_tokens for c in comparisons)
-    table.add_column("prompt", footer="all", max_width=_PROMPT_COLUMN_CHARS, no_wrap=True)
-    table.add_column("tokens", footer=str(total), justify="right")
-    table.add_column("accept\nlength", footer=f"{accept_length(finished):.2f}", justify="right")
-    table.add_column("plain\ntok/s", justify="right")
-    table.add_column("tandem\ntok/s", justify="right")
-    table.add_column("speed-up", footer=f"{speedup(comparisons):.2f}x", justify="right")
-    table.add_column("same\ntokens", footer=_yes_no(all_same), justify="right")
+    table.add_column("prompt", footer="all", max_width=_PROMPT_COLUMN_CHARS)
+    # Numbers are never shortened; on a narrow terminal the prompt takes more lines.
+    for heading, total_text in (
+        ("tokens", str(sum(c.num_tokens for c in comparisons))),
+        ("accept\nlength", f"{accept_length(finished):.2f}"),
+        ("plain\ntok/s", ""),
+        ("tandem\ntok/s", ""),
+        ("speed-\nup", f"{speedup(comparisons):.2f}x"),
+        ("same\ntokens", _yes_no(all_same)),
+    ):
+        table.add_column(heading, footer=total_text, justify="right", no_wrap=True)
     for prompt, c in zip(prompts, comparisons, strict=True):
         table.add_row(
-            Text(" ".join(prompt.split()), overflow="ellipsis"),
+            Text(textwrap.shorten(prompt, _PROMPT_CHARS, placeholder=" …")),
             str(c.num_tokens),
             f"{accept_length([answer.finished for answer in c.drafted]):.2f}",
             f"{c.plain_tok_s:.1f}",

@@ -23,8 +23,10 @@ class TransformersPeer:
         """threads: of torch in this process; 0 leaves the library's choice, as the services do."""
         try:
             from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
         except ImportError:
             raise ConfigError("peer", "needs the extra `tandem[peer]`", given="transformers") from None
+        logging.disable_progress_bar()
         if threads:
             torch.set_num_threads(threads)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
