@@ -18,7 +18,7 @@ from tools.train.generate import ANSWER
 # Rows with fewer learnable tokens cost a forward and teach next to nothing.
 ANSWER_TOKENS_MIN = 32
 # Batches are padded to a multiple of this: few shapes to compile, little padding.
-LENGTH_STEP = 256
+LENGTH_STEP = 384
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class LockStepWriter:
         self._cursor = ints(num_rows)
         self._phase = ints(num_rows)
         self._turn_len = ints(num_rows)
-        self._bias = torch.zeros((1, 1, 1, max_len), dtype=target.dtype, device=target.device)
+        self._bias = torch.zeros(max_len, device=target.device)
         self._user_temperature = torch.zeros(num_rows, device=target.device)
         self._answer_temperature = torch.zeros(num_rows, device=target.device)
         self._steps: dict[int, Callable[[], None]] = {}
@@ -161,6 +161,7 @@ class LockStepWriter:
             self._roles,
         ]
         saved = [tensor.clone() for tensor in state]
+        noise_offset = self._generator.get_offset()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -172,15 +173,16 @@ class LockStepWriter:
             self._step(num_keys)
         for tensor, before in zip(state, saved, strict=True):
             tensor.copy_(before)
+        self._generator.set_offset(noise_offset)
         return graph.replay
 
     @torch.no_grad()
     def _step(self, num_keys: int) -> None:
         """Append one token to every row; all state stays on the device."""
         plan = self._plan
-        self._bias.index_fill_(3, self._position, 0.0)
+        self._bias.index_fill_(0, self._position, 0.0)
         logits = self._target.decode(self._current, self._position, self._kv, num_keys, self._bias)
-        logits[:, self._banned] = float("-inf")
+        logits.index_fill_(1, self._banned, float("-inf"))
         in_user = self._phase == USER
         temperature = torch.where(in_user, self._user_temperature, self._answer_temperature)
         sampled = sample_tokens(logits, temperature, plan.top_p, self._generator)

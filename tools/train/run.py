@@ -58,8 +58,8 @@ class RunSettings:
     out: Path
     prompts: Path | None
     device: str
-    measure_every_steps: int = 1000
-    save_every_steps: int = 1000
+    measure_every_steps: int = 2000
+    save_every_steps: int = 2000
     # A lease ends before a run does: save, export and stop.
     stop_after_s: float = float("inf")
 

@@ -92,7 +92,7 @@ class Trainer:
         )
         anchors, real = draw_anchors(batch, self.settings.num_anchors, generator)
         blocks = self._blocks(batch, anchors, real)
-        hidden = self._block_rows(batch, blocks)
+        hidden = self._block_rows(self._capture(batch), blocks)
         result = self._loss(hidden.detach(), blocks.labels.flatten(0, 1), blocks.learned.flatten(0, 1))
         hidden.backward(result.grad_hidden)
         parameters = list(named_weights(self.weights).values())
@@ -114,35 +114,41 @@ class Trainer:
             filled = torch.cat([rows, rows[:1].expand(self.settings.batch_rows - len(rows))])
             batch = held_out.take(filled)
             length = batch.tokens.shape[1]
+            captured, row_candidates = self._capture(batch), anchor_candidates(batch)
             row_hits = []
             for start in range(0, length, num_anchors):
                 anchors = torch.arange(start, start + num_anchors, device=self._target.device).clamp(
                     max=length - 1
                 )
                 anchors = anchors.expand(len(filled), -1)
-                blocks = self._blocks(batch, anchors, anchor_candidates(batch).gather(1, anchors))
+                blocks = self._blocks(batch, anchors, row_candidates.gather(1, anchors))
                 result = self._loss(
-                    self._block_rows(batch, blocks), blocks.labels.flatten(0, 1), blocks.learned.flatten(0, 1)
+                    self._block_rows(captured, blocks),
+                    blocks.labels.flatten(0, 1),
+                    blocks.learned.flatten(0, 1),
                 )
                 row_hits.append(result.hits.view_as(blocks.labels) & blocks.learned)
             hits.append(torch.cat(row_hits, dim=1)[: len(rows), :length])
             # Serving's first anchor is the answer's first token: prefill has given it.
-            served.append((anchor_candidates(batch) & (batch.roles == ANSWER))[: len(rows)])
+            served.append((row_candidates & (batch.roles == ANSWER))[: len(rows)])
         return measure_acceptance(torch.cat(hits), torch.cat(served))
 
     def _blocks(self, batch: Corpus, anchors: torch.Tensor, real: torch.Tensor) -> Blocks:
         return build_blocks(batch, anchors, real, self._config.block_size, self._config.mask_token_id)
 
-    def _block_rows(self, batch: Corpus, blocks: Blocks) -> torch.Tensor:
-        """Hidden rows 1…K of all blocks: `[b * A, K, H]`."""
+    def _capture(self, batch: Corpus) -> torch.Tensor:
+        return self._target.capture(batch.tokens.long(), self._config.captured_layer_ids)
+
+    def _block_rows(self, captured: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        """Hidden rows 1…K of all blocks: `[b * A, K, H]`, contiguous (strided ones made the lm_head's
+        product six times slower)."""
         target, c = self._target, self._config
-        captured = target.capture(batch.tokens.long(), c.captured_layer_ids)
         bias = attention_bias(blocks.anchors, captured.shape[1], c.block_size, target.dtype)
         weights = map_weights(self.weights, lambda t: t.to(target.dtype))
         hidden = self._draft(
             weights, c, captured, blocks.ids, blocks.positions, bias, target.embedding, self._rope
         )
-        return hidden[:, :, 1:].flatten(0, 1)
+        return hidden[:, :, 1:].flatten(0, 1).contiguous()
 
     def _next_batch(self) -> Corpus:
         per_epoch = len(self._batches) or len(
