@@ -1,7 +1,7 @@
 """Attention of a ragged batch over paged K/V: the plain torch form that runs everywhere.
 
 A batch is a list of spans. A span's rows are the last `num_rows` tokens of its own keys, already
-written to the cache. Knows slots, never pages, sessions or requests.
+written to the cache. Knows slots and the pages they lie in, never sessions or requests.
 """
 
 from __future__ import annotations
@@ -73,6 +73,17 @@ def slot_index(slots: list[int]) -> slice | torch.Tensor:
     if slots and slots[-1] - slots[0] == len(slots) - 1 and slots == list(range(slots[0], slots[-1] + 1)):
         return slice(slots[0], slots[-1] + 1)
     return torch.tensor(slots, dtype=torch.int64)
+
+
+def key_slots(pages: tuple[int, ...], page_size: int, num_keys: int) -> slice | torch.Tensor:
+    """Slots of the first num_keys positions of an owner's pages; a slice when the pages are neighbours.
+
+    A page at a time: over single slots this took 20 ms a step for 32 requests of 1000 tokens.
+    """
+    if pages == tuple(range(pages[0], pages[0] + len(pages))):
+        return slice(pages[0] * page_size, pages[0] * page_size + num_keys)
+    starts = torch.tensor(pages, dtype=torch.int64) * page_size
+    return (starts.unsqueeze(1) + torch.arange(page_size)).flatten()[:num_keys]
 
 
 def paged_attention(

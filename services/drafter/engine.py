@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.layers.attention import RaggedBatch, Span, slot_index
+from common.layers.attention import RaggedBatch, Span, key_slots, slot_index
 from common.paged_kv import PagePool
 from services.drafter.model.dflash import DFlash
 
@@ -40,7 +40,6 @@ class DraftEngine:
         self._model = model
         self._page_size = pool.page_size
         self._kv = torch.zeros(c.num_layers, 2, pool.num_slots, c.num_kv_heads, c.head_dim, dtype=model.dtype)
-        self._page_offsets = torch.arange(pool.page_size)
 
     @torch.inference_mode()
     def append_to_host(self, captured: torch.Tensor, positions: list[int], slots: list[int]) -> list[bool]:
@@ -60,7 +59,8 @@ class DraftEngine:
         slots: list[int] = []
         for i, block in enumerate(blocks):
             num_keys = block.num_context + size
-            spans.append(Span(i * size, (i + 1) * size, self._key_slots(block.pages, num_keys), num_keys))
+            keys = key_slots(block.pages, self._page_size, num_keys)
+            spans.append(Span(i * size, (i + 1) * size, keys, num_keys))
             positions += range(block.position, block.position + size)
             slots += block.slots
         batch = RaggedBatch(torch.tensor(positions), torch.tensor(slots), spans)
@@ -71,10 +71,3 @@ class DraftEngine:
         """Zero pages that held rows which were not finite: nobody inherits a NaN."""
         for page in pages:
             self._kv[:, :, page * self._page_size : (page + 1) * self._page_size] = 0
-
-    def _key_slots(self, pages: tuple[int, ...], num_keys: int) -> slice | torch.Tensor:
-        """Slots of the first num_keys rows of `pages`; a slice when the pages are neighbours."""
-        size = self._page_size
-        if pages == tuple(range(pages[0], pages[0] + len(pages))):
-            return slice(pages[0] * size, pages[0] * size + num_keys)
-        return (torch.tensor(pages).unsqueeze(1) * size + self._page_offsets).flatten()[:num_keys]

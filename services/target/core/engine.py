@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from common.layers.attention import RaggedBatch, Span, slot_index
+from common.layers.attention import RaggedBatch, Span, key_slots
 from common.paged_kv import PagePool
 from services.target.core.request import SamplingParams
 from services.target.core.sampling import choose_tokens
@@ -81,11 +81,12 @@ class Engine:
         slots: list[int] = []
         spans: list[Span] = []
         for s in batch.scheduled:
-            assert s.request.page_table is not None
-            all_slots = s.request.page_table.slots(0, s.stop)
-            spans.append(Span(len(positions), len(positions) + s.num_rows, slot_index(all_slots), s.stop))
+            table = s.request.page_table
+            assert table is not None
+            keys = key_slots(table.pages, self._page_size, s.stop)
+            spans.append(Span(len(positions), len(positions) + s.num_rows, keys, s.stop))
             positions += range(s.start, s.stop)
-            slots += all_slots[s.start :]
+            slots += table.slots(s.start, s.stop)
         return RaggedBatch(
             torch.tensor(positions, dtype=torch.int64, device=self._device),
             torch.tensor(slots, dtype=torch.int64, device=self._device),
