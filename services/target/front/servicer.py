@@ -97,12 +97,15 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             while not ended:
                 event = await channel.receive()
                 ended = not isinstance(event, TokensCommitted)
+                if ended:
+                    _log_end(message.request_id, event)
                 if isinstance(event, RequestFailed):
                     raise event.error
                 yield _encoded(event)
         finally:
             # The caller left, or its deadline passed: free what it holds within a step.
             if not channel.has_ended:
+                log.info("caller_left", request_id=message.request_id)
                 self._abort(message.request_id)
 
     async def Abort(self, message: target_pb2.AbortRequest, context: Any) -> target_pb2.AbortResponse:
@@ -175,6 +178,25 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         log.warning("slow_reader", request_id=request_id)
         self._observe_rejected("slow_reader")
         self._abort(request_id)
+
+
+def _log_end(request_id: str, event: Event) -> None:
+    """Counts and times only."""
+    if isinstance(event, RequestFailed):
+        log.warning("request_failed", request_id=request_id, kind=type(event.error).__name__)
+    elif isinstance(event, RequestFinished):
+        log.info(
+            "request_finished",
+            request_id=request_id,
+            reason=event.reason.value,
+            num_prompt_tokens=event.num_prompt_tokens,
+            num_output_tokens=event.num_output_tokens,
+            num_decode_steps=event.num_decode_steps,
+            num_accepted_tokens=event.num_accepted_tokens,
+            queue_s=round(event.queue_s, 6),
+            prefill_s=round(event.prefill_s, 6),
+            decode_s=round(event.decode_s, 6),
+        )
 
 
 def _encoded(event: Event) -> target_pb2.GenerateResponse:
