@@ -136,7 +136,9 @@ def test_true_shapes_with_any_values(
         target_instance_id=name,
         opens=[pb.OpenSession(session_id=i) for i in ids],
         extends=[pb.ExtendSession(session_id=i, num_rows=n) for i, n in zip(ids, counts, strict=True)],
-        drafts=[pb.DraftBlock(session_id=i, position=n, anchor=anchor) for i, n in zip(ids, counts, strict=True)],
+        drafts=[
+            pb.DraftBlock(session_id=i, position=n, anchor=anchor) for i, n in zip(ids, counts, strict=True)
+        ],
         captured=wire.encode_tensor(captured),
     )  # fmt: skip
     check_answered(innocent, request)

@@ -9,77 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.functional import embedding
 
-from common import limits
 from common.contract import DraftContract, TargetContract, unfit
 from common.embedding import SharedWeights
 from common.errors import CheckpointError
-from common.layers.attention import BIDIRECTIONAL, Mask, RaggedBatch, paged_attention
+from common.layers.attention import Mask, RaggedBatch, paged_attention
 from common.layers.linear import Weight, pack, project
 from common.layers.mlp import swiglu
 from common.layers.norm import rms_norm
 from common.layers.rope import RopeTable, apply_rope, build_rope_table
-from common.weights import Checkpoint, fingerprint, int_field, read_config
-
-
-@dataclass(frozen=True)
-class DFlashConfig:
-    """config.json of a draft in z-lab's format. `layer_masks[i]` is what layer i's block rows see."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    vocab_size: int
-    max_len: int
-    block_size: int
-    mask_token_id: int
-    captured_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    layer_masks: tuple[Mask, ...]
-
-    @classmethod
-    def from_json(cls, config: dict[str, Any]) -> DFlashConfig:
-        """Parse and check. Keys of `dflash_config` come before the top level; a key that stands in
-        both with different values is an error, and taps and mask id are never guessed."""
-        architecture = (config.get("architectures") or [None])[0]
-        if architecture != "DFlashDraftModel":
-            raise CheckpointError("architectures", "must be DFlashDraftModel", given=architecture)
-        if config.get("attention_bias"):
-            raise CheckpointError("attention_bias", "must be false", given=True)
-        for key in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
-            if config.get(key) is not None:
-                raise CheckpointError(key, "is not served yet; must be absent", given=config[key])
-        draft = _draft_keys(config)
-        num_layers = int_field(config, "num_hidden_layers", 1, limits.LAYERS_MAX)
-        num_heads = int_field(config, "num_attention_heads", 1, 1024)
-        taps = draft.get("target_layer_ids")
-        if not isinstance(taps, list) or not taps or not all(isinstance(i, int) for i in taps):
-            raise CheckpointError("target_layer_ids", "must be a list of layer ids", given=taps)
-        vocab_size = int_field(config, "vocab_size", 1, limits.VOCAB_ROWS_MAX)
-        return cls(
-            hidden_size=int_field(config, "hidden_size", 1, limits.HIDDEN_SIZE_MAX),
-            intermediate_size=int_field(config, "intermediate_size", 1, 1 << 20),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=int_field(config, "num_key_value_heads", 1, num_heads),
-            head_dim=int_field(config, "head_dim", 2, 1024),
-            rms_norm_eps=float(config["rms_norm_eps"]),
-            vocab_size=vocab_size,
-            max_len=int_field(config, "max_position_embeddings", 1, limits.CONTEXT_LEN_MAX),
-            block_size=int_field(draft, "block_size", 2, limits.BLOCK_SIZE_MAX),
-            mask_token_id=int_field(draft, "mask_token_id", 0, limits.VOCAB_ROWS_MAX),
-            captured_layer_ids=tuple(taps),
-            num_target_layers=int_field(config, "num_target_layers", 1, limits.LAYERS_MAX),
-            layer_masks=_layer_masks(config, num_layers),
-        )
+from common.weights import Checkpoint, fingerprint, read_config
+from services.drafter.model.dflash_config import DFlashConfig
 
 
 @dataclass(frozen=True)
@@ -288,36 +231,3 @@ def take_weights(checkpoint: Checkpoint, c: DFlashConfig, dtype: torch.dtype) ->
     fc = take("fc.weight", hidden, len(c.captured_layer_ids) * hidden)
     weights = DFlashWeights(fc, take("hidden_norm.weight", hidden), take("norm.weight", hidden), layers)
     return weights, fingerprint(stored)
-
-
-def _draft_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """block_size, mask_token_id and target_layer_ids from wherever the checkpoint has them."""
-    nested = config.get("dflash_config") or {}
-    found = {}
-    for key in ("block_size", "mask_token_id", "target_layer_ids"):
-        if key in nested and key in config and nested[key] != config[key]:
-            raise CheckpointError(key, "differs between dflash_config and the top level",
-                                  given=[nested[key], config[key]])  # fmt: skip
-        value = nested.get(key, config.get(key))
-        if value is None:
-            raise CheckpointError(key, "must be given in dflash_config or at the top level", given=None)
-        found[key] = value
-    return found
-
-
-def _layer_masks(config: dict[str, Any], num_layers: int) -> tuple[Mask, ...]:
-    """full_attention is bidirectional; sliding_attention has a window, and is causal inside the
-    block unless the checkpoint says `is_causal: false`."""
-    kinds = config.get("layer_types") or ["full_attention"] * num_layers
-    if len(kinds) != num_layers:
-        raise CheckpointError("layer_types", f"must have {num_layers} entries", given=len(kinds))
-    sliding = None
-    if "sliding_attention" in kinds:
-        window = int_field(config, "sliding_window", 1, limits.CONTEXT_LEN_MAX)
-        sliding = Mask(causal=config.get("is_causal", True), window=window)
-    masks = []
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise CheckpointError("layer_types", "must be full_attention or sliding_attention", given=kind)
-        masks.append(sliding if kind == "sliding_attention" and sliding else BIDIRECTIONAL)
-    return tuple(masks)
