@@ -174,5 +174,5 @@ def _first_problem(error: ValidationError, prefix: str) -> ConfigError:
         return ConfigError(name, f"is required: give {flag} or {prefix}{name.upper()}", given=None)
     if problem["type"] == "extra_forbidden":
         return ConfigError(name, "is no setting (see --help)", given=problem["input"])
-    message = problem["msg"].removeprefix("Input should be ")
-    return ConfigError(name, f"must be {message}", given=problem["input"])
+    message = problem["msg"].replace("Input should be", "must be").replace("String should", "must")
+    return ConfigError(name, message, given=problem["input"])

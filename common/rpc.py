@@ -1,34 +1,24 @@
-"""How this product speaks gRPC: options, a server with health, errors as status codes, call durations.
+"""How this product speaks gRPC: options, a channel, a server with health, the addresses it takes.
 
 Knows grpc; nothing of what the services do. There is no reflection and no debug service.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import inspect
 import os
 import socket
 import stat
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common import limits
 from common.address import Address, TcpAddress, UnixAddress
-from common.errors import ConfigError, InvalidRequest, InvalidTensor, Overloaded, TandemError, Unavailable
-from common.log import get_log
-
-log = get_log("rpc")
-
-ObserveCall = Callable[[str, str, float], None]
-"""(method, name of the status code, seconds)"""
+from common.errors import ConfigError
+from common.rpc_calls import ClientCalls, ObserveCall, ServerCalls
 
 HEALTH_METHODS = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
 
@@ -68,22 +58,14 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 
-_STATUS_OF: tuple[tuple[type[TandemError], grpc.StatusCode], ...] = (
-    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
-    (InvalidTensor, grpc.StatusCode.INVALID_ARGUMENT),
-    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (Unavailable, grpc.StatusCode.UNAVAILABLE),
-)
 
+def open_channel(address: Address, observe_call: ObserveCall | None = None) -> grpc.aio.Channel:
+    """An asyncio channel to a service of ours. Connects when first used.
 
-def status_of(error: TandemError) -> grpc.StatusCode:
-    """The status code that says to a caller, and to a gateway that may retry, what `error` says."""
-    return next((code for kind, code in _STATUS_OF if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-
-
-def open_channel(address: Address) -> grpc.aio.Channel:
-    """An asyncio channel to a service of ours. Connects when first used."""
-    return grpc.aio.insecure_channel(str(address), options=CHANNEL_OPTIONS)
+    observe_call is told of the end of each call that has one answer; a stream's length says nothing.
+    """
+    interceptors = [ClientCalls(observe_call)] if observe_call else []
+    return grpc.aio.insecure_channel(str(address), options=CHANNEL_OPTIONS, interceptors=interceptors)
 
 
 def method_names(service: Any) -> list[str]:
@@ -100,7 +82,7 @@ class RpcServer:
 
     def __init__(self, service_names: Sequence[str], observe_call: ObserveCall) -> None:
         self.server = grpc.aio.server(
-            interceptors=[_CallInterceptor(observe_call)],
+            interceptors=[ServerCalls(observe_call)],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=limits.RPCS_MAX,
         )
@@ -162,100 +144,3 @@ def _check_socket_free(address: UnixAddress) -> None:
         except OSError as error:
             raise ConfigError("listen", f"cannot be checked ({error.strerror})", given=str(address)) from None
     raise ConfigError("listen", "is in use by another process", given=str(address))
-
-
-class _CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler: errors become status codes, durations are told.
-
-    Streams run as coroutines that write, so that a cancelled call unwinds the servicer's generator at
-    once, and its `finally` with it, instead of when the garbage collector finds it.
-    """
-
-    def __init__(self, observe_call: ObserveCall) -> None:
-        self._observe_call = observe_call
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        if handler.request_streaming:
-            # A stream's messages are read, and so decoded, inside the servicer's code.
-            kind, decode, decode_here = "stream", handler.request_deserializer, None
-        else:
-            # Decoded by the wrapper: gRPC would answer bytes that are no message with UNKNOWN, which
-            # gateways retry.
-            kind, decode, decode_here = "unary", None, handler.request_deserializer
-        if handler.response_streaming:
-            kind, wrap = f"{kind}_stream", self._streaming
-        else:
-            kind, wrap = f"{kind}_unary", self._answering
-        wrapped = wrap(method, getattr(handler, kind), decode_here or _as_it_is)
-        return getattr(grpc, f"{kind}_rpc_method_handler")(wrapped, decode, handler.response_serializer)
-
-    def _answering(self, method: str, behaviour: Any, decode: Callable[[Any], Any]) -> Any:
-        async def answer(request: Any, context: Any) -> Any:
-            async with self._call(method, context):
-                return await behaviour(decode(request), context)
-
-        return answer
-
-    def _streaming(self, method: str, behaviour: Any, decode: Callable[[Any], Any]) -> Any:
-        async def stream(request: Any, context: Any) -> None:
-            async with self._call(method, context):
-                if not inspect.isasyncgenfunction(behaviour):
-                    await behaviour(decode(request), context)
-                    return
-                async with contextlib.aclosing(behaviour(decode(request), context)) as replies:
-                    async for reply in replies:
-                        await _write(context, reply)
-
-        return stream
-
-    @contextlib.asynccontextmanager
-    async def _call(self, method: str, context: Any) -> AsyncIterator[None]:
-        started_at = time.monotonic()
-        status = grpc.StatusCode.OK.name
-        try:
-            yield
-        except asyncio.CancelledError:
-            status = grpc.StatusCode.CANCELLED.name
-            raise
-        except grpc.aio.AbortError:
-            status = _code_name(context.code())
-            raise
-        except TandemError as error:
-            code = status_of(error)
-            status = code.name
-            await context.abort(code, str(error))
-        except DecodeError:
-            status = grpc.StatusCode.INVALID_ARGUMENT.name
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "message: must be the method's request type"
-            )
-        except Exception:
-            # Its text could hold anything, so it goes to the log only, and the caller learns no more.
-            status = grpc.StatusCode.INTERNAL.name
-            log.exception("call_failed", method=method)
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
-        finally:
-            self._observe_call(method, status, time.monotonic() - started_at)
-
-
-async def _write(context: Any, reply: Any) -> None:
-    try:
-        await context.write(reply)
-    except grpc.aio.InternalError:
-        # A write that waited for its reader fails when that leaves; the cancellation would come next.
-        raise asyncio.CancelledError from None
-
-
-def _as_it_is(request: Any) -> Any:
-    return request
-
-
-def _code_name(code: Any) -> str:
-    """Servicer contexts hold status codes as numbers or as members, by version."""
-    if isinstance(code, grpc.StatusCode):
-        return code.name
-    return next((known.name for known in grpc.StatusCode if known.value[0] == code), "UNKNOWN")

@@ -6,6 +6,7 @@ Composition only; what the parts do is said in their modules.
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from common.metrics import CommonMetrics, Metrics, MetricsPage, serve_metrics
 from common.model_dir import resolve_model_dir
 from common.paged_kv import PagePool
 from common.pb.tandem.v1 import target_pb2_grpc
-from common.rpc import HEALTH_METHODS, RpcServer, method_names
+from common.rpc import HEALTH_METHODS, RpcServer, method_names, open_channel
 from common.wire import dtype_from_name
 from services.target.config import TargetSettings
 from services.target.core.core import Core
@@ -83,7 +84,7 @@ async def serve(settings: TargetSettings, model: Llama) -> int:
     calls = CommonMetrics(metrics, [*method_names(SERVICE), *HEALTH_METHODS])
     rpc = RpcServer([SERVICE.full_name], calls.observe_server_call)
 
-    drafter = _open_drafter(settings, model, instance_id, observer)
+    drafter = _open_drafter(settings, model, instance_id, observer, calls)
     draft_source: DraftSource = drafter or NoDrafts()
     scheduler = Scheduler(
         pool, num_running_max=settings.num_running_max, extend_rows_max=settings.extend_rows_max
@@ -139,12 +140,23 @@ def _served_model(settings: TargetSettings, model: Llama, pool: PagePool) -> Ser
 
 
 def _open_drafter(
-    settings: TargetSettings, model: Llama, instance_id: str, observer: TargetMetrics
+    settings: TargetSettings,
+    model: Llama,
+    instance_id: str,
+    observer: TargetMetrics,
+    calls: CommonMetrics,
 ) -> RemoteDrafter | None:
     address = settings.drafter_address
     if address is None:
         return None
-    return RemoteDrafter.connect(address, model.contract, instance_id, settings.draft_deadline_s, observer)
+    return RemoteDrafter.connect(
+        address,
+        model.contract,
+        instance_id,
+        settings.draft_deadline_s,
+        observer,
+        functools.partial(open_channel, observe_call=calls.observe_client_call),
+    )
 
 
 def _facts_of(drafter: RemoteDrafter | None) -> DrafterFacts:

@@ -64,6 +64,7 @@ def test_settings_are_frozen() -> None:
         (["--num-waiting-max", "100000"], "num_waiting_max", "512", "100000"),
         (["--kv-tokens", "0"], "kv_tokens", "2", "0"),
         (["--max-len", "99999999"], "max_len", "1048576", "99999999"),
+        (["--served-model-name", ""], "served_model_name", "must have at least 1 character", "''"),
         (["--drafter", "somewhere"], "drafter", "unix:/absolute/path or host:port", "somewhere"),
         (["--no-such-flag", "7"], "command line", "--help", "--no-such-flag 7"),
         (["--thread", "7"], "command line", "--help", "--thread 7"),

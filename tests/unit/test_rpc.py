@@ -26,7 +26,8 @@ from common.errors import (
 )
 from common.pb.tandem.v1 import drafter_pb2 as pb
 from common.pb.tandem.v1 import drafter_pb2_grpc
-from common.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, RpcServer, method_names, open_channel, status_of
+from common.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, RpcServer, method_names, open_channel
+from common.rpc_calls import status_of
 
 Calls = list[tuple[str, str]]
 
@@ -188,6 +189,28 @@ async def test_a_server_that_comes_back_is_found_within_a_second(rig: Rig) -> No
     back_at = time.monotonic()
     await rig.stub.Handshake(pb.HandshakeRequest(), wait_for_ready=True, timeout=10)
     assert time.monotonic() - back_at < 1.0
+
+
+async def test_a_caller_measures_its_own_calls_and_how_they_ended(rig: Rig) -> None:
+    made: Calls = []
+
+    def note(method: str, status: str, seconds: float) -> None:
+        assert 0 <= seconds < 10
+        made.append((method, status))
+
+    async with open_channel(rig.address, note) as channel:
+        stub = drafter_pb2_grpc.DrafterServiceStub(channel)
+        assert (await stub.Handshake(pb.HandshakeRequest(protocol_version=3))).protocol_version == 3
+        rig.servicer.abort_with = grpc.StatusCode.FAILED_PRECONDITION
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Handshake(pb.HandshakeRequest(), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        stream = stub.Draft()
+        await stream.write(pb.DraftRequest(step_id=1))
+        assert (await stream.read()).step_id == 1
+        stream.cancel()
+    method = "/tandem.v1.DrafterService/Handshake"
+    assert made == [(method, "OK"), (method, "FAILED_PRECONDITION")]
 
 
 async def test_a_tcp_port_that_the_system_chose_is_told(rig: Rig) -> None:

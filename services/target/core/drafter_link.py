@@ -31,6 +31,8 @@ from services.target.core.drafter_stream import DrafterStream
 
 log = get_log("drafter_link")
 
+OpenChannel = Callable[[Address], grpc.aio.Channel]
+
 
 class DrafterLink:
     """One drafter's address, and whatever life of a drafter answers there.
@@ -40,9 +42,15 @@ class DrafterLink:
     """
 
     def __init__(
-        self, address: Address, target: TargetContract, instance_id: str, status: DrafterStatus
+        self,
+        address: Address,
+        target: TargetContract,
+        instance_id: str,
+        status: DrafterStatus,
+        open_channel: OpenChannel = open_channel,
     ) -> None:
         self.status = status
+        self._open_channel = open_channel
         self._address = address
         self._target = target
         self._instance_id = instance_id
@@ -98,7 +106,7 @@ class DrafterLink:
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
                 continue
-            async with open_channel(self._address) as channel:
+            async with self._open_channel(self._address) as channel:
                 await self._use(drafter_pb2_grpc.DrafterServiceStub(channel))
 
     async def _use(self, stub: Any) -> None:

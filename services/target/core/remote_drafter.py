@@ -15,8 +15,9 @@ from common.address import Address
 from common.contract import Mismatch, TargetContract
 from common.handoff.inline import InlineTransport
 from common.handoff.transport import Block, Collected, Outcome, PeerFault, PeerLost, Step, Transport
+from common.rpc import open_channel
 from services.target.core.draft_source import Drafts, HandOff, PlainReason
-from services.target.core.drafter_link import DrafterLink
+from services.target.core.drafter_link import DrafterLink, OpenChannel
 from services.target.core.drafter_sessions import DrafterSessions
 from services.target.core.drafter_status import DrafterStatus, LinkObserver, LinkState
 from services.target.core.drafter_stream import DrafterStream
@@ -50,9 +51,11 @@ class RemoteDrafter:
         instance_id: str,
         draft_deadline_s: float,
         observer: DrafterObserver,
+        open_channel: OpenChannel = open_channel,
     ) -> RemoteDrafter:
         """Start looking for the drafter at once, in the background."""
-        link = DrafterLink(address, target, instance_id, DrafterStatus(observer, time.monotonic))
+        status = DrafterStatus(observer, time.monotonic)
+        link = DrafterLink(address, target, instance_id, status, open_channel)
         link.start()
         return cls(link, target, instance_id, draft_deadline_s, observer.resync, time.monotonic)
 
@@ -122,7 +125,7 @@ class RemoteDrafter:
         drafts = Drafts(plain=self._plain)
         asked, self._asked, self._plain = self._asked, {}, {}
         if self._transport is not None and self._stream is not None:
-            deadline = self._posted_at + self._draft_deadline_s if asked else 0.0
+            deadline = self._posted_at + (self._draft_deadline_s if asked else 0.0)
             reason = PlainReason.DEADLINE
             try:
                 collected = self._transport.collect(deadline)
