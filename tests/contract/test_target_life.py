@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,3 +119,34 @@ async def test_a_core_that_breaks_fails_each_request_once_and_ends_the_service_w
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert caught.value.details() == "service failed"
     assert await asyncio.wait_for(serving, 20) == 1
+
+
+async def test_requests_that_outlast_the_grace_end_unavailable_with_the_tokens_they_had(
+    model_dir: Path, socket_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--model", str(model_dir), "--listen", f"unix:{socket_path}", "--grace-s", "0.3"]
+    settings = load_settings(TargetSettings, "services.target", flags)
+    model = load_model(settings)
+    forward = model.forward
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.02)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", slow)
+    serving = asyncio.create_task(serve(settings, model))
+    async with open_channel(settings.listen_address) as channel:
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        request = pb.GenerateRequest(request_id="long", input_ids=[1, 5], ignore_eos=True)
+        call = stub.Generate(request, wait_for_ready=True, timeout=60)
+        received = [await anext(aiter(call))]
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for message in call:
+                received.append(message)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "stopped" in (caught.value.details() or "")
+        assert {message.WhichOneof("event") for message in received} == {"delta"}
+        assert len(received) < 254, "it had not ended by itself"
+    assert await asyncio.wait_for(serving, 20) == 0
+    assert not Path(socket_path).exists()
