@@ -11,7 +11,7 @@ import torch
 from common import limits
 from common.contract import TargetContract
 from common.errors import CheckpointError
-from common.weights import Checkpoint, fingerprint, int_field, read_config
+from common.weights import Checkpoint, fingerprint, flag_field, int_field, read_config
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -33,7 +33,7 @@ def take_shared_weights(checkpoint: Checkpoint, config: dict[str, Any], dtype: t
     hidden_size = int_field(config, "hidden_size", 1, limits.HIDDEN_SIZE_MAX)
     vocab_rows = int_field(config, "vocab_size", 1, limits.VOCAB_ROWS_MAX)
     stored = {EMBEDDING: checkpoint.take(EMBEDDING, (vocab_rows, hidden_size))}
-    tied = config.get("tie_word_embeddings", False)
+    tied = flag_field(config, "tie_word_embeddings")
     if tied:
         # Some files store a tied head once more.
         checkpoint.ignore(LM_HEAD)

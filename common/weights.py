@@ -18,17 +18,21 @@ from safetensors import SafetensorError, safe_open
 from common import limits
 from common.errors import CheckpointError
 
+# Anything else is quantised, and its numbers mean nothing without the scales beside them.
+_STORED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a checkpoint directory as a dict; CheckpointError when it is not one."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except OSError as error:
         raise CheckpointError(
-            "config.json", "must exist in the model directory", given=directory.name
+            "config.json", f"must be readable in the model directory ({error.strerror})", given=directory.name
         ) from None
-    except (ValueError, UnicodeDecodeError) as error:
+    # RecursionError: JSON nested deeper than the parser goes.
+    except (ValueError, RecursionError) as error:
         raise CheckpointError("config.json", f"must be JSON ({error})", given=directory.name) from None
     if not isinstance(config, dict):
         raise CheckpointError("config.json", "must be an object", given=type(config).__name__)
@@ -36,11 +40,29 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def int_field(config: dict[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
-    """An integer of config.json within [low, high]; missing without a default is an error."""
-    value = config.get(key, default)
+    """An integer of config.json within [low, high]. Missing or null is the default, an error without."""
+    value = config.get(key)
+    if value is None:
+        value = default
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise CheckpointError(key, f"must be an integer from {low} to {high}", given=value)
     return value
+
+
+def number_field(config: dict[str, Any], key: str, low: float, high: float) -> float:
+    """A number of config.json within [low, high]; NaN never is."""
+    value = config.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise CheckpointError(key, f"must be a number from {low:g} to {high:g}", given=value)
+    return float(value)
+
+
+def flag_field(config: dict[str, Any], key: str) -> bool:
+    """A boolean of config.json; missing or null is false."""
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise CheckpointError(key, "must be true or false", given=value)
+    return bool(value)
 
 
 class Checkpoint:
@@ -60,14 +82,7 @@ class Checkpoint:
         self._files = {}
         self._where: dict[str, tuple[str, str]] = {}
         for path in files:
-            _check_header(path)
-            try:
-                # Opened lazily: a mapping, no tensor is read yet.
-                opened = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise CheckpointError(
-                    "safetensors", f"file is corrupted ({error})", given=path.name
-                ) from None
+            opened = _open(path)
             self._files[path.name] = opened
             for stored in opened.keys():
                 name = stored.removeprefix(strip_prefix)
@@ -90,6 +105,9 @@ class Checkpoint:
             raise CheckpointError(name, f"must have shape {list(shape)}", given=list(actual))
         self._untaken.discard(name)
         tensor = opened.get_tensor(stored)
+        if tensor.dtype not in _STORED_TYPES:
+            allowed = ", ".join(str(known).removeprefix("torch.") for known in _STORED_TYPES)
+            raise CheckpointError(name, f"must be stored as one of {allowed}", given=str(tensor.dtype))
         return tensor if dtype is None else tensor.to(dtype)
 
     def ignore(self, name: str) -> None:
@@ -116,6 +134,18 @@ def fingerprint(tensors: dict[str, torch.Tensor], rows_max: int = 64) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(sample.tobytes())
     return digest.hexdigest()[:16]
+
+
+def _open(path: Path) -> Any:
+    """A file's tensors, not read yet: a mapping."""
+    try:
+        _check_header(path)
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError("safetensors", f"file is corrupted ({error})", given=path.name) from None
+    except OSError as error:
+        problem = f"must be readable ({error.strerror})"
+        raise CheckpointError("safetensors", problem, given=path.name) from None
 
 
 def _check_header(path: Path) -> None:

@@ -37,6 +37,7 @@ def encode_tensor(tensor: torch.Tensor) -> tensor_pb2.Tensor:
     """Copy a CPU tensor into a message. Fresh bytes: the tensor may change afterwards."""
     content = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
     assert len(content) <= limits.TENSOR_BYTES_MAX, "the sender splits tensors before it encodes them"
+    assert tensor.dim() <= limits.TENSOR_RANK_MAX
     return tensor_pb2.Tensor(dtype=_PROTO_DTYPES[tensor.dtype], shape=list(tensor.shape), content=content)
 
 
@@ -50,11 +51,11 @@ def check_tensor(
     """
     if _TORCH_DTYPES.get(message.dtype) is not dtype:
         raise InvalidTensor(f"{field}.dtype", limit=dtype_name(dtype), given=message.dtype)
-    given = list(message.shape)
-    if len(given) != len(shape) or len(given) > limits.TENSOR_RANK_MAX:
-        raise InvalidTensor(f"{field}.shape", limit=f"{len(shape)} dimensions", given=len(given))
+    # A message has room for a shape of millions of dimensions: counted, not copied.
+    if len(message.shape) != len(shape):
+        raise InvalidTensor(f"{field}.shape", limit=f"{len(shape)} dimensions", given=len(message.shape))
     size = dtype.itemsize
-    for axis, (expected, actual) in enumerate(zip(shape, given, strict=True)):
+    for axis, (expected, actual) in enumerate(zip(shape, message.shape, strict=True)):
         if not 1 <= actual <= limits.TENSOR_DIM_MAX or expected not in (None, actual):
             limit = expected if expected is not None else f"1 to {limits.TENSOR_DIM_MAX}"
             raise InvalidTensor(f"{field}.shape[{axis}]", limit=limit, given=actual)

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
+from common import limits
 from common.errors import CheckpointError
+from common.weights import int_field, number_field
+
+# No published model is outside; the point is that zero, negative and NaN are.
+_THETA_MAX = 1e12
+_FACTOR_MAX = 1e6
 
 
 @dataclass(frozen=True)
@@ -39,17 +45,19 @@ def build_rope_table(
     default, linear, llama3. Anything else, or no theta at all, is a CheckpointError: guessing costs
     acceptance silently.
     """
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise CheckpointError("rope_theta", "must be given (top level or in rope_parameters)", given=None)
+    if head_dim % 2:
+        raise CheckpointError("head_dim", "must be even, for its halves are rotated", given=head_dim)
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError("rope_parameters/rope_scaling", "must be an object", given=parameters)
+    theta = number_field(parameters if "rope_theta" in parameters else config, "rope_theta", 1, _THETA_MAX)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
 
     # fp32 from the start: transformers computes the frequencies so, and parity is tested bit for bit
     # at short range.
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if kind == "linear":
-        frequencies = frequencies / parameters["factor"]
+        frequencies = frequencies / number_field(parameters, "factor", 1, _FACTOR_MAX)
     elif kind == "llama3":
         frequencies = _llama3_frequencies(frequencies, parameters)
     elif kind != "default":
@@ -61,9 +69,12 @@ def build_rope_table(
 
 def _llama3_frequencies(frequencies: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
     """Llama 3.1's scaling: long wavelengths divided by factor, short ones kept, a ramp between."""
-    factor = parameters["factor"]
-    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-    original_len = parameters["original_max_position_embeddings"]
+    factor = number_field(parameters, "factor", 1, _FACTOR_MAX)
+    low = number_field(parameters, "low_freq_factor", 0, _FACTOR_MAX)
+    high = number_field(parameters, "high_freq_factor", 0, _FACTOR_MAX)
+    if high <= low:
+        raise CheckpointError("high_freq_factor", f"must be above low_freq_factor {low:g}", given=high)
+    original_len = int_field(parameters, "original_max_position_embeddings", 1, limits.CONTEXT_LEN_MAX)
     wavelengths = 2 * math.pi / frequencies
     keep = ((original_len / wavelengths - low) / (high - low)).clamp(0, 1)
     return frequencies / factor * (1 - keep) + frequencies * keep

@@ -41,7 +41,7 @@ class Core:
         self._on_failure = on_failure
         self._inbox: queue.Queue[Request | str] = queue.Queue(maxsize=limits.CORE_INBOX_MAX)
         self._lock = threading.Lock()
-        self._known: set[str] = set()
+        self._known: dict[str, Request] = {}
         self._refusal: str | None = None
         self._stopping = threading.Event()
         self._stats = loop.stats()
@@ -57,7 +57,7 @@ class Core:
         def emit(event: Event) -> None:
             if not isinstance(event, TokensCommitted):
                 with self._lock:
-                    self._known.discard(request.request_id)
+                    self._known.pop(request.request_id, None)
             inner(event)
 
         with self._lock:
@@ -69,13 +69,8 @@ class Core:
                 )
             assert request.request_id not in self._known, "the front refuses duplicate ids"
             request.emit = emit
-            try:
-                self._inbox.put_nowait(request)
-            except queue.Full:
-                raise Overloaded(
-                    "core inbox", limit=limits.CORE_INBOX_MAX, given=self._inbox.qsize()
-                ) from None
-            self._known.add(request.request_id)
+            self._put(request)
+            self._known[request.request_id] = request
 
     def abort(self, request_id: str) -> None:
         """Ask for a request's early end; it then emits its terminal event. Unknown ids are ignored;
@@ -83,10 +78,8 @@ class Core:
         with self._lock:
             if request_id not in self._known:
                 return
-        try:
-            self._inbox.put_nowait(request_id)
-        except queue.Full:
-            raise Overloaded("core inbox", limit=limits.CORE_INBOX_MAX, given=self._inbox.qsize()) from None
+            # Under the lock: it must not come to the inbox behind a later request of the same id.
+            self._put(request_id)
 
     def is_known(self, request_id: str) -> bool:
         """Whether the request waits or runs."""
@@ -114,6 +107,12 @@ class Core:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+
+    def _put(self, command: Request | str) -> None:
+        try:
+            self._inbox.put_nowait(command)
+        except queue.Full:
+            raise Overloaded("core inbox", limit=limits.CORE_INBOX_MAX, given=self._inbox.qsize()) from None
 
     def _run(self) -> None:
         try:
@@ -149,10 +148,12 @@ class Core:
             self._loop.abort(command)
 
     def _end(self, text: str, reason: str) -> None:
-        self._take_commands_without_waiting()
-        self._loop.fail_all(Unavailable(text), reason)
+        error = Unavailable(text)
+        self._loop.fail_all(error, reason)
         self._stats = self._loop.stats()
-
-    def _take_commands_without_waiting(self) -> None:
-        while not self._inbox.empty():
-            self._apply(self._inbox.get_nowait())
+        # Nothing new comes any more. What is still known waits in the inbox, or was lost between two
+        # lines of a step that raised.
+        with self._lock:
+            left = list(self._known.values())
+        for request in left:
+            self._loop.fail(request, error, reason)

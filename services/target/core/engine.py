@@ -112,6 +112,8 @@ class Engine:
             return [[] for _ in batch.scheduled]
         logits = self._model.logits(hidden[torch.tensor(rows, device=self._device)])
         finite = torch.isfinite(logits.amax(dim=-1))
+        # Nothing is chosen from these rows; zeros keep the arithmetic of choosing sound.
+        logits.masked_fill_(~finite.unsqueeze(-1), 0.0)
         tokens, is_finite = _tokens_to_host(choose_tokens(logits, params, positions), finite)
 
         chosen: list[list[int] | None] = []

@@ -26,8 +26,8 @@ class SamplingParams:
         """Raise InvalidRequest for a field out of range."""
         limits.check_range("sampling.temperature", self.temperature, 0.0, limits.TEMPERATURE_MAX)
         if 0 < self.temperature < limits.TEMPERATURE_MIN:
-            raise InvalidRequest("sampling.temperature", limit=f"0 (greedy) or at least {limits.TEMPERATURE_MIN}",
-                                 given=self.temperature)  # fmt: skip
+            limit = f"0 (greedy) or at least {limits.TEMPERATURE_MIN}"
+            raise InvalidRequest("sampling.temperature", limit=limit, given=self.temperature)
         limits.check_range("sampling.top_k", self.top_k, 0, limits.VOCAB_ROWS_MAX)
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest("sampling.top_p", limit="above 0 and at most 1", given=self.top_p)
@@ -93,7 +93,8 @@ class RequestFailed:
 Event = TokensCommitted | RequestFinished | RequestFailed
 
 
-@dataclass
+# Compared by identity: each is one caller's, whatever its fields say.
+@dataclass(eq=False)
 class Request:
     """One request. Created by the front with checked fields; afterwards only the core touches it.
 

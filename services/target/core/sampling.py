@@ -7,6 +7,7 @@ argmax(logits / T + Gumbel) over the tokens that the filters keep, which draws f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,8 +24,9 @@ _WORD = 0xFFFFFFFF
 # the largest one can never win, so it needs no noise.
 _NOISE_SPAN = 26.0
 # Sorted candidates to look at before sorting the whole vocabulary: top-p 0.95 of a chat model keeps
-# far fewer.
+# far fewer. A flat row widens the look by steps, for sorting 49,152 takes 15 ms.
 _CANDIDATES = 1024
+_WIDENING = 8
 
 
 def choose_tokens(
@@ -32,6 +34,7 @@ def choose_tokens(
 ) -> torch.Tensor:
     """One token for each row: logits `[R, V]` fp32, positions of the tokens to choose. Returns `[R]` int64.
 
+    A row's highest logit must be finite; others may be -inf and are then never chosen.
     Greedy rows (temperature 0) take the highest logit, the lowest id among equals.
     """
     chosen = logits.argmax(dim=-1)
@@ -53,30 +56,34 @@ def surviving_tokens(logits: torch.Tensor, p: SamplingParams) -> tuple[torch.Ten
     mass before it, among those left, is below top_p. At least one token stays.
     """
     scaled = logits / p.temperature
-    largest = scaled.max()
-    floor = largest - _NOISE_SPAN
+    unsorted = p.top_k == 0 and p.top_p >= 1
+    reach = _NOISE_SPAN if unsorted else math.inf
     if p.min_p > 0:
-        floor = torch.maximum(floor, largest + torch.log(torch.tensor(p.min_p, dtype=scaled.dtype)))
-    if p.top_k == 0 and p.top_p >= 1:
-        ids = (scaled >= floor).nonzero().squeeze(-1)
+        reach = min(reach, -math.log(p.min_p))
+    if reach == math.inf:
+        return _cut(scaled, p)
+    ids = (scaled >= scaled.max() - reach).nonzero().squeeze(-1)
+    if unsorted:
         return ids, scaled[ids]
-    if p.min_p > 0:
-        scaled = torch.where(scaled >= floor, scaled, float("-inf"))
+    places, values = _cut(scaled[ids], p)
+    return ids[places], values
 
-    vocab = scaled.shape[-1]
-    count = min(vocab, max(p.top_k, _CANDIDATES))
+
+def _cut(scaled: torch.Tensor, p: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places `[C]` in scaled `[N]` that top-k, then top-p leave, highest first, and their values."""
+    count = min(len(scaled), max(p.top_k, _CANDIDATES))
     while True:
-        values, ids = _highest(scaled, count)
+        values, places = _highest(scaled, count)
         if p.top_k:
-            values, ids = values[: p.top_k], ids[: p.top_k]
+            values, places = values[: p.top_k], places[: p.top_k]
         total = torch.logsumexp(values if p.top_k else scaled, dim=-1)
         mass = torch.exp(values - total).double().cumsum(-1)
-        if p.top_k or count == vocab or mass[-1] >= p.top_p:
+        if p.top_k or count == len(scaled) or mass[-1] >= p.top_p:
             break
-        count = vocab
+        count = min(len(scaled), count * _WIDENING)
     before = torch.cat((mass.new_zeros(1), mass[:-1]))
     keep = (before < p.top_p) & (values > float("-inf"))
-    return ids[keep], values[keep]
+    return places[keep], values[keep]
 
 
 def _highest(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

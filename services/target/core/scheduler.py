@@ -2,16 +2,17 @@
 
 Extending and decoding are one thing: a request contributes the rows of its tokens that are not
 stored yet, followed by its draft when it reaches its end. Rows that end a request's tokens are
-sampled. Pages grow step by step; when they run out the youngest request is preempted: it gives all
-pages back and later recomputes, which costs time but, noise being keyed by position, no token.
+sampled. Pages grow step by step. When they run out the step goes without the draft that asked; if
+its token alone asks, the youngest request is preempted: it gives all pages back and later recomputes,
+which costs time but, noise being keyed by position, no token.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from common.paged_kv import OutOfPages, PagePool, PageTable
+from common.paged_kv import PagePool, PageTable
 from services.target.core.request import Phase, Request
 
 
@@ -163,20 +164,21 @@ class Scheduler:
     def _schedule(self, batch: Batch, request: Request, num_tokens: int, draft: list[int]) -> None:
         """Reserve the pages and add the rows; preempts others, youngest first, or the request
         itself when it is the youngest."""
+        table = request.page_table
+        assert table is not None
         scheduled = ScheduledRequest(request, request.cached_len, num_tokens, draft)
-        assert request.page_table is not None
-        while True:
-            try:
-                request.page_table.reserve(scheduled.stop)
-            except OutOfPages:
-                youngest = self._running[-1]
-                self._preempt(youngest)
-                batch.scheduled = [s for s in batch.scheduled if s.request is not youngest]
-                if youngest is request:
-                    return
-            else:
-                batch.scheduled.append(scheduled)
+        if table.missing_for(scheduled.stop) > self.pool.num_free:
+            # A guess is worth nobody's pages. Were others preempted for one, or the request itself, a
+            # full pool would throw contexts away at each step.
+            scheduled = replace(scheduled, draft=[])
+        while table.missing_for(scheduled.stop) > self.pool.num_free:
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            batch.scheduled = [s for s in batch.scheduled if s.request is not youngest]
+            if youngest is request:
                 return
+        table.reserve(scheduled.stop)
+        batch.scheduled.append(scheduled)
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)

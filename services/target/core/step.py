@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common import limits
@@ -45,11 +45,13 @@ class NonFiniteLogits(TandemError):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step did to one request; verified is None when it did not sample."""
+    """What a step did to one request: its first num_context rows became context; verified is None
+    when nothing was chosen."""
 
     scheduled: ScheduledRequest
-    verified: Verified | None
-    events: list[Event]
+    num_context: int = 0
+    verified: Verified | None = None
+    events: list[Event] = field(default_factory=list)
 
 
 class StepLoop:
@@ -119,9 +121,14 @@ class StepLoop:
         """End every request with an error."""
         while (request := self._scheduler.first()) is not None:
             self._scheduler.remove(request)
+            self.fail(request, error, reason)
+
+    def fail(self, request: Request, error: TandemError, reason: str) -> None:
+        """End with an error a request that the scheduler does not hold: not yet, or no more."""
+        if request.phase is not Phase.FINISHED:
             request.move_to(Phase.FINISHED)
-            self._observer.observe_failed(request, reason)
-            request.emit(RequestFailed(error))
+        self._observer.observe_failed(request, reason)
+        request.emit(RequestFailed(error))
 
     def _rewind_lost_contexts(self) -> None:
         """Give drafter sessions that lost their context a new one, where that is cheap."""
@@ -136,20 +143,24 @@ class StepLoop:
     def _commit(self, s: ScheduledRequest, chosen: list[int] | None) -> _Outcome:
         """Apply what the target chose to one request."""
         request = s.request
-        events: list[Event] = []
+        if chosen is None and s.draft:
+            # Its draft may have led the model where its own tokens never would: the next step computes
+            # the same position without one (I1).
+            return _Outcome(s)
         if chosen is None:
             self._engine.zero_pages(self._scheduler.remove(request))
             request.move_to(Phase.FINISHED)
             self._observer.observe_failed(request, "non_finite")
             error = NonFiniteLogits("logits: must be finite, got NaN or infinity")
-            return _Outcome(s, None, [RequestFailed(error)])
-        request.cached_len += s.num_tokens
+            return _Outcome(s, events=[RequestFailed(error)])
         if not s.samples:
-            return _Outcome(s, None, events)
+            request.cached_len += s.num_tokens
+            return _Outcome(s, s.num_tokens)
 
         verified = verify(chosen, s.draft, request.stop_token_ids)
         # A stop inside the accepted drafts leaves K/V past the end; the request is over anyway.
-        request.cached_len += verified.num_accepted
+        num_context = s.num_tokens + verified.num_accepted
+        request.cached_len += num_context
         request.tokens += verified.tokens
         request.num_decode_steps += 1
         request.num_drafts += bool(s.draft)
@@ -157,12 +168,12 @@ class StepLoop:
         request.num_accepted_tokens += verified.num_accepted
         self._stamp(request, len(verified.tokens))
         from_draft = [i < verified.num_accepted for i in range(len(verified.tokens))]
-        events.append(TokensCommitted(verified.tokens, from_draft))
+        events: list[Event] = [TokensCommitted(verified.tokens, from_draft)]
         if verified.matched_stop is not None or request.room == 0:
             self._scheduler.remove(request)
             reason = FinishReason.STOP if verified.matched_stop is not None else FinishReason.LENGTH
             self._finish(request, reason, verified.matched_stop, events.append)
-        return _Outcome(s, verified, events)
+        return _Outcome(s, num_context, verified, events)
 
     def _stamp(self, request: Request, count: int) -> None:
         now = request.clock()
@@ -194,9 +205,8 @@ class StepLoop:
             row_start, row = row, row + s.num_rows
             if request.phase is not Phase.RUNNING or not request.drafting:
                 continue
-            num_accepted = outcome.verified.num_accepted if outcome.verified else 0
-            if captured is not None:
-                row_stop = row_start + s.num_tokens + num_accepted
+            if captured is not None and outcome.num_context:
+                row_stop = row_start + outcome.num_context
                 appends.append(ContextRows(request.session_id, s.start, row_start, row_stop))
             # With room for one token only, a draft could not be used.
             if outcome.verified and request.room > 1:
@@ -215,14 +225,19 @@ class StepLoop:
             prompt_len = len(s.request.prompt)
             report.num_prompt_tokens += max(0, min(s.start + s.num_tokens, prompt_len) - s.start)
             if verified is None:
+                if s.draft and s.request.phase is Phase.RUNNING:
+                    report.plain.append(PlainReason.NON_FINITE)
                 continue
             report.num_generated_tokens += len(verified.tokens)
             if s.draft:
                 report.verifies.append((len(s.draft), verified.num_accepted))
             elif s.start >= prompt_len:
-                reason = drafts.plain.get(s.request.session_id)
+                session_id = s.request.session_id
                 if not s.request.drafting:
                     report.plain.append(PlainReason.DISABLED)
-                elif reason is not None:
-                    report.plain.append(reason)
+                elif session_id in drafts.tokens:
+                    # It came, and there were no pages for it.
+                    report.plain.append(PlainReason.NO_CAPACITY)
+                elif session_id in drafts.plain:
+                    report.plain.append(drafts.plain[session_id])
         return report

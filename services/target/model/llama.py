@@ -22,7 +22,7 @@ from common.layers.linear import Weight, pack, project
 from common.layers.mlp import swiglu
 from common.layers.norm import rms_norm
 from common.layers.rope import RopeTable, apply_rope, build_rope_table
-from common.weights import Checkpoint, int_field, read_config
+from common.weights import Checkpoint, flag_field, int_field, number_field, read_config
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,13 @@ class LlamaConfig:
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> LlamaConfig:
         """Parse and check; CheckpointError names the key."""
-        architecture = (config.get("architectures") or [None])[0]
-        if architecture != "LlamaForCausalLM":
-            raise CheckpointError("architectures", "must be LlamaForCausalLM", given=architecture)
-        if config.get("attention_bias") or config.get("mlp_bias"):
-            raise CheckpointError("attention_bias/mlp_bias", "must be false", given=True)
+        if config.get("architectures") != ["LlamaForCausalLM"]:
+            raise CheckpointError(
+                "architectures", 'must be ["LlamaForCausalLM"]', given=config.get("architectures")
+            )
+        for bias in ("attention_bias", "mlp_bias"):
+            if flag_field(config, bias):
+                raise CheckpointError(bias, "must be false", given=True)
         if config.get("hidden_act", "silu") != "silu":
             raise CheckpointError("hidden_act", "must be silu", given=config["hidden_act"])
         hidden_size = int_field(config, "hidden_size", 1, limits.HIDDEN_SIZE_MAX)
@@ -56,20 +58,29 @@ class LlamaConfig:
         num_kv_heads = int_field(config, "num_key_value_heads", 1, num_heads, default=num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError("num_key_value_heads", f"must divide {num_heads}", given=num_kv_heads)
-        eos = config.get("eos_token_id", [])
+        vocab_size = int_field(config, "vocab_size", 1, limits.VOCAB_ROWS_MAX)
         return cls(
-            architecture=architecture,
+            architecture="LlamaForCausalLM",
             hidden_size=hidden_size,
             intermediate_size=int_field(config, "intermediate_size", 1, 1 << 20),
             num_layers=int_field(config, "num_hidden_layers", 1, limits.LAYERS_MAX),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=int_field(config, "head_dim", 2, 1024, default=hidden_size // num_heads),
-            rms_norm_eps=float(config["rms_norm_eps"]),
-            vocab_size=int_field(config, "vocab_size", 1, limits.VOCAB_ROWS_MAX),
+            rms_norm_eps=number_field(config, "rms_norm_eps", 0, 1),
+            vocab_size=vocab_size,
             max_len=int_field(config, "max_position_embeddings", 1, limits.CONTEXT_LEN_MAX),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+            eos_token_ids=_eos_token_ids(config, vocab_size),
         )
+
+
+def _eos_token_ids(config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """One id, a list of them, or none (missing or null)."""
+    given = config.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if len(ids) > limits.STOP_TOKEN_IDS_MAX:
+        raise CheckpointError("eos_token_id", f"at most {limits.STOP_TOKEN_IDS_MAX} ids", given=len(ids))
+    return tuple(int_field({"eos_token_id": i}, "eos_token_id", 0, vocab_size - 1) for i in ids)
 
 
 @dataclass(frozen=True)
