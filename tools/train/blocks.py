@@ -80,7 +80,7 @@ def attention_bias(
     num_rows, num_anchors = anchors.shape
     device = anchors.device
     context = torch.arange(context_len, device=device) < anchors.unsqueeze(-1)  # [b, A, L]
-    context = context.repeat_interleave(block_size, dim=1)
+    context = context.unsqueeze(2).expand(-1, -1, block_size, -1).flatten(1, 2)
     block = torch.arange(num_anchors * block_size, device=device) // block_size
     own = (block.unsqueeze(1) == block.unsqueeze(0)).expand(num_rows, -1, -1)
     seen = torch.cat([context, own], dim=-1)

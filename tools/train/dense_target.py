@@ -165,8 +165,8 @@ def _decode(
     # Query heads of a group are rows of one product, so that each K/V head is read once. Two products
     # take 0.27 ms for 2048 rows of 512 keys on an H200 where fused attention takes 0.40.
     keys, values = (kv[i, :, :, :num_keys].flatten(0, 1) for i in (0, 1))
-    scores = _product_fp32(q.reshape(keys.shape[0], -1, c.head_dim), keys.transpose(1, 2))
-    weights = torch.softmax(scores * c.head_dim**-0.5 + bias, dim=-1).to(x.dtype)
+    grouped = (q * c.head_dim**-0.5).reshape(keys.shape[0], -1, c.head_dim)
+    weights = torch.softmax(_product_fp32(grouped, keys.transpose(1, 2)) + bias, dim=-1).to(x.dtype)
     mixed = torch.bmm(weights, values).view(x.shape[0], -1)
     x = x + linear(mixed, layer.o)
     return x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
