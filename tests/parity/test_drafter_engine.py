@@ -170,7 +170,8 @@ def test_a_context_that_starts_late_equals_the_reference_at_its_true_positions(p
 
 
 def test_crop_then_append_equals_a_context_that_never_had_the_cropped_rows(pair: Pair) -> None:
-    captured, wrong = pair.rows(20), pair.rows(9)
+    # Shorter than what it replaces, so that rows of the cropped end would show.
+    captured, wrong = pair.rows(16), pair.rows(9)
     pair.run(opens=[Open(1, 0, 0)])
     pair.append(1, 0, torch.cat([captured[:11], wrong]))
     pair.check_block(1, torch.cat([captured[:11], wrong]))
