@@ -112,15 +112,16 @@ class Lifecycle:
             log.warning("grace_over", grace_s=self._grace_s)
 
     async def _stop(self) -> None:
+        # First of all: what the tasks work on ends next, and one that trips over it is no failure.
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             await asyncio.wait_for(self._service.stop(), STOP_DEADLINE_S)
         except TimeoutError:
             log.error("stop_hangs", deadline_s=STOP_DEADLINE_S)
             self._failed.set()
         self._move_to(State.STOPPED)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _first_of(self, *works: Coroutine[Any, Any, Any]) -> None:
         tasks = [self._loop.create_task(work) for work in works]

@@ -157,3 +157,24 @@ async def test_a_blocked_event_loop_shows_as_lag(monkeypatch: pytest.MonkeyPatch
     task.cancel()
     assert lags[-1] > 0.15
     assert lags[0] < lags[-1]
+
+
+async def test_background_work_that_trips_over_the_stop_is_no_failure() -> None:
+    """Found by a drafter that drained for longer than its housekeeping's interval and exited 1."""
+    closed = asyncio.Event()
+
+    class Closing(Recorder):
+        async def stop(self) -> None:
+            closed.set()
+            await asyncio.sleep(0.02)
+
+    async def work() -> None:
+        await closed.wait()
+        raise RuntimeError("what I work on is closed")
+
+    life = Lifecycle(Closing(), grace_s=5)
+    life.supervise("work", work())
+    running = asyncio.create_task(life.run())
+    await until_serving(life)
+    life.ask_stop()
+    assert await running == 0
