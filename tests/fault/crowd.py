@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from threading import Barrier, Event
+from threading import Barrier
 
 from common.pb.tandem.v1 import target_pb2
-from tools.target_client import Answer, GenerateOptions, ReceivedDelta, TargetClient
+from tools.target_client import Answer, GenerateOptions, TargetClient
 
 UP = target_pb2.DRAFTER_STATE_UP
 DOWN = target_pb2.DRAFTER_STATE_DOWN
@@ -42,28 +42,38 @@ def some_asks(
 
 def plain_tokens(client: TargetClient, asks: Sequence[Ask]) -> list[list[int]]:
     """What the requests give without drafts, all at once."""
+
+    def generate(ask: Ask) -> list[int]:
+        return client.generate(ask.prompt, replace(ask.options, drafting=False)).token_ids
+
     with ThreadPoolExecutor(len(asks)) as pool:
-        return list(
-            pool.map(lambda a: client.generate(a.prompt, replace(a.options, drafting=False)).token_ids, asks)
-        )
+        return list(pool.map(generate, asks))
+
+
+def assert_plain(client: TargetClient, asks: Sequence[Ask], answers: Sequence[Answer]) -> None:
+    """The answers, cut short or not, are what plain decoding gives up to the same length."""
+    lengths = [len(answer.token_ids) for answer in answers]
+    cut = [Ask(a.prompt, replace(a.options, max_new_tokens=n)) for a, n in zip(asks, lengths, strict=True)]
+    assert [answer.token_ids for answer in answers] == plain_tokens(client, cut)
 
 
 class RunningCrowd:
     """Requests that are running now."""
 
     def __init__(self, client: TargetClient, asks: Sequence[Ask], pool: ThreadPoolExecutor) -> None:
+        self._client = client
         self._begun = Barrier(len(asks) + 1)
-        self._futures: list[Future[Answer]] = [pool.submit(self._run, client, ask) for ask in asks]
+        self._streams = [client.start(ask.prompt, ask.options) for ask in asks]
+        self._num_drafted = [0] * len(asks)
+        self._futures: list[Future[Answer]] = [pool.submit(self._run, i) for i in range(len(asks))]
 
-    def _run(self, client: TargetClient, ask: Ask) -> Answer:
-        begun = Event()
-
-        def on_delta(_: ReceivedDelta) -> None:
-            if not begun.is_set():
-                begun.set()
+    def _run(self, number: int) -> Answer:
+        stream = self._streams[number]
+        for count, delta in enumerate(stream):
+            if count == 0:
                 self._begun.wait(30)
-
-        return client.generate(ask.prompt, ask.options, on_delta)
+            self._num_drafted[number] += sum(delta.from_draft)
+        return stream.answer
 
     def wait_begun(self) -> None:
         """Return once each request has its first tokens."""
@@ -73,6 +83,21 @@ class RunningCrowd:
     def num_running(self) -> int:
         """Requests that have not ended yet."""
         return sum(not future.done() for future in self._futures)
+
+    def wait_drafted_again(self, timeout_s: float = 20.0) -> None:
+        """Return once each request received accepted draft tokens after this call: more than the few
+        that may have been under way."""
+        enough = [count + 10 for count in self._num_drafted]
+        eventually(
+            lambda: all(now > least for now, least in zip(self._num_drafted, enough, strict=True)),
+            "every request gets accepted drafts again",
+            timeout_s,
+        )
+
+    def abort(self) -> None:
+        """End the requests; their answers hold what they had."""
+        for stream in self._streams:
+            self._client.abort(stream.request_id)
 
     def answers(self) -> list[Answer]:
         """Wait for all of them to end."""

@@ -18,10 +18,10 @@ from tests.fault.crowd import (
     MISMATCH,
     UP,
     assert_drafting,
+    assert_plain,
     crowd,
     eventually,
     longest_pause_s,
-    plain_tokens,
     some_asks,
     wait_drafter,
 )
@@ -29,7 +29,7 @@ from tools.local_stack import LocalStack
 from tools.target_client import TargetClient
 
 # Long enough that a fault after the first tokens meets all of them in mid-generation.
-NUM_TOKENS = 700
+NUM_TOKENS = 250
 
 
 def test_without_a_fault_drafts_are_accepted_and_tokens_equal_plain_ones(
@@ -38,7 +38,7 @@ def test_without_a_fault_drafts_are_accepted_and_tokens_equal_plain_ones(
     asks = some_asks(rng, 8, vocab_size=VOCAB_SIZE, num_tokens=60)
     with crowd(client, asks) as running:
         answers = running.answers()
-    assert [a.token_ids for a in answers] == plain_tokens(client, asks)
+    assert_plain(client, asks, answers)
     assert all(a.finished.num_drafts > 5 for a in answers)
     assert sum(a.finished.num_accepted_tokens for a in answers) > 30
 
@@ -47,13 +47,13 @@ def test_a_killed_drafter_costs_no_token_and_drafting_resumes_after_its_return(
     stack: LocalStack, client: TargetClient, rng: random.Random
 ) -> None:
     asks = some_asks(rng, 4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS)
-    expected = plain_tokens(client, asks)
     drafter = stack.drafter
     with crowd(client, asks) as running:
         drafter.send(signal.SIGKILL)
         assert drafter.wait_ended(5) == -signal.SIGKILL
         assert running.num_running == len(asks), "the fault came too late to be one"
-        assert [a.token_ids for a in running.answers()] == expected
+        answers = running.answers()
+    assert_plain(client, asks, answers)
     wait_drafter(client, DOWN)
     drafter.start()
     drafter.wait_serving(30)
@@ -65,13 +65,12 @@ def test_a_stopped_drafter_costs_no_token_and_at_most_short_pauses(
     stack: LocalStack, client: TargetClient, rng: random.Random
 ) -> None:
     asks = some_asks(rng, 4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS)
-    expected = plain_tokens(client, asks)
     drafter = stack.drafter
     try:
         with crowd(client, asks) as running:
             drafter.send(signal.SIGSTOP)
             answers = running.answers()
-        assert [a.token_ids for a in answers] == expected
+        assert_plain(client, asks, answers)
         # A deadline a step, three of them until the breaker opens, and two busy cores.
         assert longest_pause_s(answers) < 3
         wait_drafter(client, DOWN)
@@ -85,33 +84,30 @@ def test_a_running_request_drafts_again_when_a_stopped_drafter_goes_on(
     stack: LocalStack, client: TargetClient, rng: random.Random
 ) -> None:
     asks = some_asks(rng, 2, vocab_size=VOCAB_SIZE, num_tokens=MAX_LEN - 100)
-    expected = plain_tokens(client, asks)
     drafter = stack.drafter
     try:
         with crowd(client, asks) as running:
             drafter.send(signal.SIGSTOP)
             wait_drafter(client, DOWN)
             drafter.send(signal.SIGCONT)
-            wait_drafter(client, UP)
-            assert running.num_running == len(asks), "ended before the drafter came back"
+            running.wait_drafted_again()
+            running.abort()
             answers = running.answers()
     finally:
         drafter.send(signal.SIGCONT)
-    assert [a.token_ids for a in answers] == expected
-    for answer in answers:
-        assert any(answer.from_draft[-MAX_LEN // 10 :]), "no draft was accepted near the end"
+    assert_plain(client, asks, answers)
 
 
 def test_a_drafter_that_is_asked_to_end_does_so_while_requests_run(
     stack: LocalStack, client: TargetClient, rng: random.Random
 ) -> None:
     asks = some_asks(rng, 4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS)
-    expected = plain_tokens(client, asks)
     drafter = stack.drafter
     with crowd(client, asks) as running:
         drafter.send(signal.SIGTERM)
-        assert [a.token_ids for a in running.answers()] == expected
-    assert drafter.wait_ended(10) == 0
+        answers = running.answers()
+    assert_plain(client, asks, answers)
+    assert drafter.wait_ended(10) == 0, drafter.log_path.read_text()
     drafter.start()
     drafter.wait_serving(30)
     wait_drafter(client, UP)
@@ -122,7 +118,6 @@ def test_a_new_drafter_takes_over_at_the_same_address_while_requests_run(
     tiny_pair: TinyPair, stack: LocalStack, client: TargetClient, rng: random.Random
 ) -> None:
     asks = some_asks(rng, 2, vocab_size=VOCAB_SIZE, num_tokens=MAX_LEN - 100)
-    expected = plain_tokens(client, asks)
     old, new = stack.drafter, tiny_pair.another_drafter(stack)
     # The socket goes first: an established connection does not need its name.
     Path(old.address.removeprefix("unix:")).unlink()
@@ -132,11 +127,10 @@ def test_a_new_drafter_takes_over_at_the_same_address_while_requests_run(
         with crowd(client, asks) as running:
             old.send(signal.SIGKILL)
             old.wait_ended(5)
-            wait_drafter(client, UP)
+            running.wait_drafted_again()
+            running.abort()
             answers = running.answers()
-        assert [a.token_ids for a in answers] == expected
-        assert all(any(a.from_draft[-MAX_LEN // 10 :]) for a in answers)
-        assert_drafting(client, asks[0])
+        assert_plain(client, asks, answers)
     finally:
         new.stop(grace_s=5)
 
@@ -145,12 +139,11 @@ def test_a_removed_socket_disturbs_neither_requests_nor_drafting(
     stack: LocalStack, client: TargetClient, rng: random.Random
 ) -> None:
     asks = some_asks(rng, 4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS)
-    expected = plain_tokens(client, asks)
     drafter = stack.drafter
     with crowd(client, asks) as running:
         Path(drafter.address.removeprefix("unix:")).unlink()
         answers = running.answers()
-    assert [a.token_ids for a in answers] == expected
+    assert_plain(client, asks, answers)
     assert_drafting(client, asks[0])
     # Only a restart makes the name again.
     drafter.stop(grace_s=5)
@@ -163,11 +156,10 @@ def test_a_drafter_that_flaps_costs_no_token(
     stack: LocalStack, client: TargetClient, rng: random.Random
 ) -> None:
     asks = some_asks(rng, 4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS)
-    expected = plain_tokens(client, asks)
     drafter = stack.drafter
     with crowd(client, asks) as running, _flapping(stack, rng):
         answers = running.answers()
-    assert [a.token_ids for a in answers] == expected
+    assert_plain(client, asks, answers)
     wait_drafter(client, UP)
     assert_drafting(client, asks[0])
     assert drafter.running
@@ -203,7 +195,7 @@ def test_a_drafter_that_starts_late_is_found(tiny_pair: TinyPair, rng: random.Ra
         with TargetClient(stack.target.address) as client:
             assert client.server_facts().drafter_state == DOWN
             answers = [client.generate(a.prompt, a.options) for a in asks]
-            assert [a.token_ids for a in answers] == plain_tokens(client, asks)
+            assert_plain(client, asks, answers)
             assert all(a.finished.num_drafts == 0 for a in answers)
             stack.drafter.start()
             stack.drafter.wait_serving(30)
@@ -228,7 +220,7 @@ def test_a_drafter_of_another_checkpoint_is_named_by_field_and_never_used(
             (line,) = client.server_facts().contract_mismatches
             assert "weights_fingerprint" in line
             answers = [client.generate(a.prompt, a.options) for a in asks]
-            assert [a.token_ids for a in answers] == plain_tokens(client, asks)
+            assert_plain(client, asks, answers)
             assert all(a.finished.num_drafts == 0 for a in answers)
 
 
