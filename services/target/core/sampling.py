@@ -56,43 +56,45 @@ def surviving_tokens(logits: torch.Tensor, p: SamplingParams) -> tuple[torch.Ten
     mass before it, among those left, is below top_p. At least one token stays.
     """
     scaled = logits / p.temperature
+    ids = torch.arange(len(scaled), device=scaled.device)
     unsorted = p.top_k == 0 and p.top_p >= 1
     reach = _NOISE_SPAN if unsorted else math.inf
     if p.min_p > 0:
         reach = min(reach, -math.log(p.min_p))
-    if reach == math.inf:
-        return _cut(scaled, p)
-    ids = (scaled >= scaled.max() - reach).nonzero().squeeze(-1)
-    if unsorted:
-        return ids, scaled[ids]
-    places, values = _cut(scaled[ids], p)
-    return ids[places], values
+    if reach < math.inf:
+        ids = (scaled >= scaled.max() - reach).nonzero().squeeze(-1)
+        scaled = scaled[ids]
+    if p.top_k > 0:
+        places = _highest(scaled, p.top_k)
+        ids, scaled = ids[places], scaled[places]
+    if p.top_p < 1:
+        places = _nucleus(scaled, p.top_p)
+        ids, scaled = ids[places], scaled[places]
+    return ids, scaled
 
 
-def _cut(scaled: torch.Tensor, p: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places `[C]` in scaled `[N]` that top-k, then top-p leave, highest first, and their values."""
-    count = min(len(scaled), max(p.top_k, _CANDIDATES))
+def _nucleus(scaled: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Places `[C]` in scaled `[N]` of the fewest highest values that have together a mass of top_p."""
+    total = torch.logsumexp(scaled, dim=-1)
+    count = _CANDIDATES
     while True:
-        values, places = _highest(scaled, count)
-        if p.top_k:
-            values, places = values[: p.top_k], places[: p.top_k]
-        total = torch.logsumexp(values if p.top_k else scaled, dim=-1)
-        mass = torch.exp(values - total).double().cumsum(-1)
-        if p.top_k or count == len(scaled) or mass[-1] >= p.top_p:
+        places = _highest(scaled, count)
+        mass = torch.exp(scaled[places] - total).double().cumsum(-1)
+        if count >= len(scaled) or mass[-1] >= top_p:
             break
-        count = min(len(scaled), count * _WIDENING)
+        count *= _WIDENING
     before = torch.cat((mass.new_zeros(1), mass[:-1]))
-    keep = (before < p.top_p) & (values > float("-inf"))
-    return places[keep], values[keep]
+    return places[before < top_p]
 
 
-def _highest(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` highest values in falling order with their ids, lower ids first among equals."""
-    threshold = torch.topk(scaled, count).values[-1]
-    # Everything equal to the last one, so that which of them stay is decided by id.
-    ids = (scaled >= threshold).nonzero().squeeze(-1)
-    values, order = torch.sort(scaled[ids], descending=True, stable=True)
-    return values[:count], ids[order][:count]
+def _highest(scaled: torch.Tensor, count: int) -> torch.Tensor:
+    """Places of the `count` highest values in falling order, lower places first among equals; none at
+    -inf."""
+    threshold = torch.topk(scaled, min(count, len(scaled))).values[-1]
+    # Everything equal to the last one, so that which of them stay is decided by place.
+    places = ((scaled >= threshold) & (scaled > float("-inf"))).nonzero().squeeze(-1)
+    order = torch.sort(scaled[places], descending=True, stable=True).indices
+    return places[order[:count]]
 
 
 def gumbel_noise(seed: int, position: int, ids: torch.Tensor) -> torch.Tensor:
