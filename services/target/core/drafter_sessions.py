@@ -9,6 +9,7 @@ goes out at its own position, and the report tells.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,7 +93,7 @@ class DrafterSessions:
         self._sessions: dict[int, _Session] = {}
         self._closes: list[Close] = []
         self._num_sessions_max = 0
-        self._full_until = 0.0
+        self._full_until = -math.inf
 
     @property
     def num_open(self) -> int:
@@ -111,7 +112,7 @@ class DrafterSessions:
     def disconnected(self) -> None:
         """No drafter is there; whatever it held is gone."""
         self._num_sessions_max = 0
-        self._full_until = 0.0
+        self._full_until = -math.inf
         self._closes = []
         for session in self._sessions.values():
             session.held = False
@@ -199,7 +200,7 @@ class DrafterSessions:
             session.held = False
             self._closes.append(Close(session_id, session.epoch))
             # What it held is free once the message arrives, and closes come first in a message.
-            self._full_until = 0.0
+            self._full_until = -math.inf
 
     def _plan_append(self, step: Step, rows: ContextRows) -> None:
         session = self._sessions.setdefault(rows.session_id, _Session())
