@@ -19,7 +19,7 @@ _FACTOR_MAX = 1e6
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Cosines and sines `[max_positions, head_dim]` (each half repeated), fp32 or the model's type."""
+    """Cosines and sines `[max_positions, head_dim]` (each half repeated), fp32."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -30,10 +30,11 @@ class RopeTable:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x `[N, heads, head_dim]` by cos, sin `[N, 1, head_dim]`. Source: Su et al. 2021."""
+    """Rotate x `[N, heads, head_dim]` by cos, sin `[N, 1, head_dim]`; computed in their type, which is
+    fp32, and given back in x's. Source: Su et al. 2021."""
     half = x.shape[-1] // 2
     rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + rotated * sin
+    return (x * cos + rotated * sin).to(x.dtype)
 
 
 def build_rope_table(
