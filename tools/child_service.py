@@ -50,6 +50,7 @@ class ChildService:
         self._argv = [sys.executable, "-m", "tools.die_with_parent", sys.executable, "-m", *module_argv]
         self._environment = dict(environment or {})
         self._child: subprocess.Popen[bytes] | None = None
+        self._asked_to_end = False
 
     @property
     def pid(self) -> int:
@@ -60,6 +61,7 @@ class ChildService:
     def start(self) -> None:
         """Start it, or start it again after it ended. Its log is appended to log_path."""
         assert not self.running, f"{self.name} runs already"
+        self._asked_to_end = False
         with self.log_path.open("ab") as log:
             self._child = subprocess.Popen(
                 self._argv,
@@ -107,12 +109,18 @@ class ChildService:
                 f"{self.name} still runs after {timeout_s:g} s:\n{self._log_tail()}"
             ) from error
 
+    def ask_to_end(self) -> None:
+        """SIGTERM, once: services take a second one for impatience."""
+        if not self._asked_to_end:
+            self._asked_to_end = True
+            self.send(signal.SIGTERM)
+
     def stop(self, grace_s: float) -> None:
         """Ask it to end, then make it; afterwards the process is gone."""
         if self._child is None:
             return
         try:
-            self.send(signal.SIGTERM)
+            self.ask_to_end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(grace_s)
         finally:

@@ -6,6 +6,7 @@ logs lie in a private temporary directory that goes with the stack.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import socket
@@ -75,8 +76,7 @@ class LocalStack:
         with LocalStack(model_dir, draft_dir) as stack:
             client = TargetClient(stack.target.address)
 
-    Leaving the block, also by an exception or Ctrl-C, stops the target, then the drafter, then removes
-    the directory.
+    Leaving the block, also by an exception or Ctrl-C, stops both and removes the directory.
     """
 
     def __init__(
@@ -134,19 +134,15 @@ class LocalStack:
         self.stop()
 
     def stop(self) -> None:
-        """Stop what runs and remove the directory. A second Ctrl-C only makes it less patient."""
-        grace_s = STOP_GRACE_S
-        interrupted: KeyboardInterrupt | None = None
-        # The target first: it gives its sessions back while the drafter still listens.
-        for service in reversed(self.services):
-            try:
-                service.stop(grace_s)
-            except KeyboardInterrupt as error:
-                grace_s, interrupted = 0.0, error
-                service.stop(grace_s)
-        shutil.rmtree(self.directory, ignore_errors=True)
-        if interrupted is not None:
-            raise interrupted
+        """Stop what runs and remove the directory. Whatever interrupts it, each part still ends: a service
+        that is waited for when a second Ctrl-C comes is killed."""
+        with contextlib.ExitStack() as ending:  # last in, first out
+            ending.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            for service in self.services:
+                ending.callback(service.stop, STOP_GRACE_S)
+            # Both are asked before one is waited for; a drafter waits for its target's sessions by itself.
+            for service in reversed(self.services):
+                service.ask_to_end()
 
 
 def _private_directory() -> Path:
