@@ -48,7 +48,7 @@ def demo(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0, max=100.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus; only counts above temperature 0.", max=1.0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Key of the sampling noise.", min=0)] = 0,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens an answer may have.", min=2)] = 96,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens an answer may have.", min=2)] = 64,
     rounds: Annotated[int, typer.Option(help="Measurements of each prompt in each mode.", min=1)] = 2,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.", dir_okay=False)
