@@ -82,10 +82,16 @@ class Drafter:
 
 
 def load_drafter(
-    target_dir: Path, draft_dir: Path, *, num_pages: int = 64, page_size: int = 8, **changes: Any
+    target_dir: Path,
+    draft_dir: Path,
+    *,
+    num_pages: int = 64,
+    page_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
 ) -> Drafter:
     """Load a draft as the service does; changes overwrite the session table's settings."""
-    shared, contract = load_shared_weights(target_dir, torch.float32)
+    shared, contract = load_shared_weights(target_dir, dtype)
     model = DFlash.load(draft_dir, shared, contract)
     pool = PagePool(num_pages, page_size)
     engine = DraftEngine(model, pool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -25,6 +25,9 @@ class DrafterSettings(ServiceSettings):
     model: str = Field(description="draft checkpoint: a directory or a Hugging Face id")
     target_model: str = Field(
         description="the target's checkpoint, for its embedding and lm_head: a directory or a Hugging Face id"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="element type of weights, KV and captured hidden states; the target's"
     )
     num_sessions_max: int = Field(
         64, ge=1, le=limits.SESSIONS_MAX, description="sessions that may be open at once"

@@ -21,6 +21,7 @@ from common.model_dir import resolve_model_dir
 from common.paged_kv import PagePool
 from common.pb.tandem.v1 import drafter_pb2_grpc
 from common.rpc import HEALTH_METHODS, RpcServer, method_names
+from common.wire import dtype_from_name
 from services.drafter.config import DrafterSettings
 from services.drafter.desk import DrafterDesk, DrafterFacts
 from services.drafter.engine import DraftEngine
@@ -110,7 +111,7 @@ def load_model(settings: DrafterSettings) -> tuple[DFlash, DrafterFacts]:
         torch.set_num_threads(settings.threads)
     draft_dir = resolve_model_dir(settings.model, field="model")
     target_dir = resolve_model_dir(settings.target_model, field="target_model")
-    shared, target = load_shared_weights(target_dir, torch.float32)
+    shared, target = load_shared_weights(target_dir, dtype_from_name(settings.dtype))
     model = DFlash.load(draft_dir, shared, target)
     settings.check_capacity(model.contract.block_size)
     return model, DrafterFacts(

@@ -194,3 +194,28 @@ def test_a_block_at_the_context_limit_is_drafted(pair: Pair) -> None:
     pair.run(opens=[Open(1, 0, limit - 12)])
     pair.append(1, limit - 12, captured)
     pair.check_block(1, captured, start_position=limit - 12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_bfloat16_logits_are_near_the_reference_and_clear_drafts_are_the_same(
+    tmp_path: Path, seed: int
+) -> None:
+    """Relative error of the logits below 0.06: measured 0.013 to 0.030, where bf16 keeps 8 bits."""
+    target_dir, draft_dir = build_draft_pair(tmp_path, seed)
+    pair = Pair(
+        load_drafter(target_dir, draft_dir, dtype=torch.bfloat16),
+        NaiveDFlash(draft_dir, target_dir),
+        random.Random(seed),
+        torch.Generator().manual_seed(seed),
+    )
+    captured = pair.rows(21).bfloat16()
+    pair.run(opens=[Open(1, 0, 0)])
+    pair.append(1, 0, captured)
+    reply = pair.run(wanted=[WantedBlock(1, 0, 21, 9)])
+    expected = pair.reference.logits(captured, 0, 9)[1:]
+    assert (pair.logits[-1][0].double() - expected).norm() < 0.06 * expected.norm()
+    assert reply.drafts is not None
+    best = expected.topk(2, dim=-1)
+    clear = (best.values[:, 0] - best.values[:, 1] > 1.0).tolist()
+    agreed = [a == b for a, b in zip(reply.drafts[0].tolist(), best.indices[:, 0].tolist(), strict=True)]
+    assert all(same for same, is_clear in zip(agreed, clear, strict=True) if is_clear)
