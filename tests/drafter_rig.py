@@ -168,9 +168,10 @@ async def serving_drafter(
     rig.failures = failures
     await service.start()
     await service.set_serving(True)
-    housekeeping = asyncio.create_task(service.keep_house())
+    tasks = [asyncio.create_task(work) for work in (service.keep_house(), service.watch_engine())]
     try:
         yield rig
     finally:
-        housekeeping.cancel()
+        for task in tasks:
+            task.cancel()
         await service.stop()

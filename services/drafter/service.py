@@ -78,10 +78,15 @@ class DrafterService:
         return await self._rpc.start(self._address)
 
     async def keep_house(self) -> None:
-        """End expired sessions and refresh gauges, again and again. Never returns."""
+        """End expired sessions, again and again. Never returns."""
+        while True:
+            await self._engine_thread.run(self._desk.keep_house)
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+
+    async def watch_engine(self) -> None:
+        """Refresh the gauges of the engine's thread, also while a job hangs there. Never returns."""
         while True:
             self._metrics.observe_engine(self._servicer.queue_depth, self._engine_thread.heartbeat_age_s)
-            await self._engine_thread.run(self._desk.keep_house)
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
 
     async def watch_event_loop(self) -> None:
@@ -130,6 +135,7 @@ async def serve(settings: DrafterSettings, model: DFlash, facts: DrafterFacts) -
     life = Lifecycle(service, settings.grace_s)
     address = await service.start()
     life.supervise("housekeeping", service.keep_house())
+    life.supervise("engine_gauges", service.watch_engine())
     life.supervise("event_loop_lag", service.watch_event_loop())
     log.info(
         "ready",

@@ -233,6 +233,8 @@ async def test_older_messages_append_and_are_busy_while_newer_ones_wait(rig: Dra
                 )
             )
         await settle_queue(rig, limits.DRAFT_QUEUE_MAX)
+        await settle_above(rig, "queue_depth{", limits.DRAFT_QUEUE_MAX - 1)
+        await settle_above(rig, "gpu_thread_heartbeat_age_seconds{", 0)
         release.set()
         await blocked
         replies = [await stream.reply() for _ in range(9)]
@@ -384,3 +386,12 @@ async def settle_queue(rig: DrafterRig, depth: int) -> None:
             return
         await asyncio.sleep(0.01)
     pytest.fail(f"queue depth is {rig.service._servicer.queue_depth}, not {depth}")
+
+
+async def settle_above(rig: DrafterRig, metric: str, value: float) -> None:
+    """Wait until a gauge is above a value."""
+    for _ in range(500):
+        if rig.metric(metric) > value:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"{metric} is {rig.metric(metric)}, not above {value}")
