@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,6 @@ from common.pb.tandem.v1 import drafter_pb2_grpc
 from common.rpc import open_channel
 from services.drafter.config import DrafterSettings
 from services.drafter.service import DrafterService, load_model
-
-# A unix socket's path is short; pytest's folders are not.
-SOCKET = "d.sock"
 
 
 class DrafterRig:
@@ -151,12 +149,12 @@ def outcomes_of(reply: pb.DraftResponse) -> dict[int, str]:
 
 
 @contextlib.asynccontextmanager
-async def serving_drafter(
-    checkpoints: tuple[Path, Path], socket_dir: Path, **settings: Any
-) -> AsyncIterator[DrafterRig]:
+async def serving_drafter(checkpoints: tuple[Path, Path], **settings: Any) -> AsyncIterator[DrafterRig]:
     """The service over (target, draft) directories, until the block ends."""
     target_dir, draft_dir = checkpoints
-    address = UnixAddress(str(socket_dir / SOCKET))
+    # Not in pytest's folders: a socket's path is short, theirs are not.
+    socket_dir = tempfile.TemporaryDirectory()
+    address = UnixAddress(f"{socket_dir.name}/d.sock")
     configured = DrafterSettings(
         model=str(draft_dir), target_model=str(target_dir), listen=str(address),
         **({"kv_tokens": 2048, "page_size": 8} | settings),
@@ -175,3 +173,4 @@ async def serving_drafter(
         for task in tasks:
             task.cancel()
         await service.stop()
+        socket_dir.cleanup()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -21,14 +20,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def socket_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory)
-
-
-@pytest.fixture
-async def rig(checkpoints: tuple[Path, Path], socket_dir: Path) -> AsyncIterator[DrafterRig]:
-    async with serving_drafter(checkpoints, socket_dir) as rig:
+async def rig(checkpoints: tuple[Path, Path]) -> AsyncIterator[DrafterRig]:
+    async with serving_drafter(checkpoints) as rig:
         yield rig
 
 
