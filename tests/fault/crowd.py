@@ -33,10 +33,10 @@ def some_asks(
     asks = []
     for i in range(count):
         prompt = [rng.randrange(4, vocab_size) for _ in range(rng.randint(1, prompt_len_max))]
-        sampling = {"temperature": 0.8, "top_p": 0.95, "seed": rng.randrange(2**63)} if i % 2 else {}
-        asks.append(
-            Ask(prompt, GenerateOptions(max_new_tokens=num_tokens, ignore_eos=True, **sampling))  # type: ignore[arg-type]
-        )
+        options = GenerateOptions(max_new_tokens=num_tokens, ignore_eos=True)
+        if i % 2:
+            options = replace(options, temperature=0.8, top_p=0.95, seed=rng.randrange(2**64))
+        asks.append(Ask(prompt, options))
     return asks
 
 
