@@ -13,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tools.chat import ChatTokenizer, TextStream
-from tools.side_by_side import Comparison, accept_length, speedup
+from tools.side_by_side import Comparison, accept_length, overall_tok_s, speedup
 from tools.target_client import ReceivedDelta
 
 DRAFT_STYLE = "bold green"
 OWN_STYLE = "default"
+# A model may write anything, also what a terminal obeys; newline and tab stay.
+_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _PROMPT_CHARS, _PROMPT_COLUMN_CHARS = 64, 36
 
 
@@ -56,21 +58,22 @@ class AnswerPrinter:
     def _print(self, piece: str, style: str) -> None:
         # Text, never markup: a model may well write "[bold]". soft_wrap, since each print is a fragment.
         if piece:
-            self._console.print(Text(piece, style=style), end="", soft_wrap=True)
+            self._console.print(Text(piece.translate(_CONTROLS), style=style), end="", soft_wrap=True)
 
 
 def result_table(prompts: Sequence[str], comparisons: Sequence[Comparison]) -> Table:
     """One line for each prompt and one for all of them."""
     table = Table(title="decoding, plain and with drafts (medians; prefill left out)", show_footer=True)
     finished = [answer.finished for c in comparisons for answer in c.drafted]
+    plain_tok_s, drafted_tok_s = overall_tok_s(comparisons)
     all_same = all(c.same_tokens for c in comparisons)
     table.add_column("prompt", footer="all", max_width=_PROMPT_COLUMN_CHARS)
     # Numbers are never shortened; on a narrow terminal the prompt takes more lines.
     for heading, total_text in (
         ("tokens", str(sum(c.num_tokens for c in comparisons))),
         ("accept\nlength", f"{accept_length(finished):.2f}"),
-        ("plain\ntok/s", ""),
-        ("tandem\ntok/s", ""),
+        ("plain\ntok/s", f"{plain_tok_s:.1f}"),
+        ("tandem\ntok/s", f"{drafted_tok_s:.1f}"),
         ("speed-\nup", f"{speedup(comparisons):.2f}x"),
         ("same\ntokens", _yes_no(all_same)),
     ):

@@ -54,14 +54,22 @@ def accept_length(finished: Sequence[target_pb2.Finished]) -> float:
     return 1 + sum(f.num_accepted_tokens for f in finished) / num_drafts if num_drafts else 1.0
 
 
+def overall_tok_s(comparisons: Sequence[Comparison]) -> tuple[float, float]:
+    """Decode speed over all prompts, plain and drafted: all tokens by the time they take at each prompt's
+    median speed. Prompts too short to have a speed are left out; 0 when none is left."""
+    timed = [c for c in comparisons if c.plain_tok_s and c.drafted_tok_s]
+    if not timed:
+        return 0.0, 0.0
+    num_tokens = sum(c.num_tokens for c in timed)
+    plain_s = sum(c.num_tokens / c.plain_tok_s for c in timed)
+    drafted_s = sum(c.num_tokens / c.drafted_tok_s for c in timed)
+    return num_tokens / plain_s, num_tokens / drafted_s
+
+
 def speedup(comparisons: Sequence[Comparison]) -> float:
-    """Drafted over plain, each the time that all prompts' decoding took at its median speed; 0 if unknown."""
-    plain_s = drafted_s = 0.0
-    for comparison in comparisons:
-        if comparison.plain_tok_s and comparison.drafted_tok_s:
-            plain_s += comparison.num_tokens / comparison.plain_tok_s
-            drafted_s += comparison.num_tokens / comparison.drafted_tok_s
-    return plain_s / drafted_s if drafted_s else 0.0
+    """Drafted over plain decode speed, over all prompts; 0 when unknown."""
+    plain_tok_s, drafted_tok_s = overall_tok_s(comparisons)
+    return drafted_tok_s / plain_tok_s if plain_tok_s else 0.0
 
 
 def compare(

@@ -14,12 +14,13 @@ import pytest
 from rich.console import Console
 
 from common.errors import ConfigError
+from common.pb.tandem.v1 import target_pb2
 from tests.fakes import ScriptedTarget
 from tools.demo import as_json
 from tools.demo_view import result_table
 from tools.launch import existing_dirs
-from tools.side_by_side import Comparison, accept_length, compare, speedup
-from tools.target_client import CallFailed, GenerateOptions, TargetClient
+from tools.side_by_side import Comparison, accept_length, compare, overall_tok_s, speedup
+from tools.target_client import Answer, CallFailed, GenerateOptions, ReceivedDelta, TargetClient
 
 Serve = Callable[[ScriptedTarget], TargetClient]
 
@@ -75,6 +76,19 @@ def test_prompts_are_measured_plain_and_drafted_in_turn_with_the_same_sampling(s
     assert accept_length([answer.finished for answer in comparison.drafted]) == pytest.approx(3.0)
     # Ten messages instead of thirty, with the same pause before each.
     assert speedup([comparison]) > 1.5
+
+
+def test_the_overall_speed_weighs_prompts_by_their_tokens() -> None:
+    def answer(num_tokens: int, seconds: float) -> Answer:
+        deltas = [([0], 0.0), ([0] * (num_tokens - 1), seconds)]
+        return Answer([ReceivedDelta(t, [False] * len(t), at) for t, at in deltas], target_pb2.Finished())
+
+    long = Comparison([answer(101, 10.0)], [answer(101, 5.0)])  # 10 tok/s, 20 tok/s
+    short = Comparison([answer(11, 10.0)], [answer(11, 20.0)])  # 1 tok/s, 0.5 tok/s
+    plain, drafted = overall_tok_s([long, short])
+    assert plain == pytest.approx(112 / (10.1 + 11))
+    assert drafted == pytest.approx(112 / (5.05 + 22))
+    assert speedup([long, short]) == pytest.approx(drafted / plain)
 
 
 def test_one_differing_token_is_seen(serve: Serve) -> None:

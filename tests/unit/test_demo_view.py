@@ -69,6 +69,12 @@ def test_without_a_terminal_the_plain_text_comes_out_whole(tokenizer: ChatTokeni
     assert printed == text + "\n"
 
 
+def test_what_a_terminal_would_obey_is_not_passed_on(tokenizer: ChatTokenizer) -> None:
+    ids = tokenizer.encode("a\x1b[2Jb\x07c\x9bd\n")
+    printed = _printed(tokenizer, [ReceivedDelta(ids, [False] * len(ids), 0.0)], terminal=False)
+    assert printed == "a\ufffd[2Jb\ufffdc\ufffdd\n\n"
+
+
 def test_the_legend_says_what_green_means_or_why_there_is_none() -> None:
     out = io.StringIO()
     print_legend(Console(file=out, force_terminal=True, color_system="standard", width=100))
