@@ -1,4 +1,4 @@
-"""The whole of `tandem train` on a tiny target: it learns, it resumes, and the drafter loads what it writes."""
+"""`tandem train` on a tiny target: it learns, it resumes, and the drafter loads what it writes."""
 
 from __future__ import annotations
 
