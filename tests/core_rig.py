@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from common.layers.attention import RaggedBatch
 from common.paged_kv import PagePool
 from services.target.core.draft_source import Drafts, DraftSource, HandOff, NoDrafts, PlainReason
 from services.target.core.engine import Engine, TargetModel
@@ -23,6 +24,25 @@ from services.target.core.request import (
 )
 from services.target.core.scheduler import Scheduler
 from services.target.core.step import StepLoop
+
+COUNTING_VOCAB = 64
+
+
+class CountingModel:
+    """After token t comes t + 1. Captures the token and its position; reads no K/V."""
+
+    dtype = torch.float32
+    kv_shape = (1, 1, 2)
+
+    def forward(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, batch: RaggedBatch, captured: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden = torch.stack([token_ids, batch.positions], dim=1).float()
+        return hidden, hidden.clone() if captured else None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        following = (hidden[:, 0].long() + 1) % COUNTING_VOCAB
+        return torch.nn.functional.one_hot(following, COUNTING_VOCAB).float()
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped heads, tied": {},
     "one K/V head, untied": {"num_kv_heads": 1, "tied": False},
     "as many K/V heads, wide heads": {"num_kv_heads": 4, "head_dim": 32},
-    "three heads a group, narrow heads": {"hidden_size": 72, "num_heads": 9, "num_kv_heads": 3, "head_dim": 8},
+    "three heads a group, narrow heads": {
+        "hidden_size": 72, "num_heads": 9, "num_kv_heads": 3, "head_dim": 8,
+    },
     "linear scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "linear scaling by its old name": {"rope_scaling": {"type": "linear", "factor": 2.5}},
     "llama3 scaling": {"rope_scaling": LLAMA3},

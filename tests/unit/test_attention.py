@@ -22,7 +22,10 @@ from tests.reference.naive_attention import naive_attention
 SEED = 20261208
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, BIDIRECTIONAL, Mask(True, window=5), Mask(False, window=5)], ids=str)
+MASKS = [CAUSAL, BIDIRECTIONAL, Mask(True, window=5), Mask(False, window=5)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (5, 1)])
 def test_a_ragged_batch_over_scattered_pages_equals_the_formula(
     mask: Mask, num_heads: int, num_kv_heads: int
