@@ -71,7 +71,12 @@ class Drafts:
 
 
 class DraftSource(Protocol):
-    """Called by the core's thread only; only `collect` may wait, and at most the step deadline."""
+    """Called by the core's thread only; only `collect` may wait, and at most the step deadline.
+
+    A step calls collect, lost_sessions, captured_layer_ids and post, in this order, and so does an idle
+    core now and then: a source may change what it wants captured in collect and at the end of post,
+    and nowhere else.
+    """
 
     @property
     def captured_layer_ids(self) -> tuple[int, ...]:

@@ -98,7 +98,10 @@ class DrafterLink:
             with self._lock:
                 self._cancel = lambda: None
             # Before the loop closes, since a stream wakes it.
-            self.status.ended("closing" if self._is_closing.is_set() else "failed")
+            if self._is_closing.is_set():
+                self.status.closed()
+            else:
+                self.status.ended("failed")
 
     async def _work(self) -> None:
         while True:

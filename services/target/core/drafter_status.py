@@ -142,6 +142,13 @@ class DrafterStatus:
             differences = [str(mismatch) for mismatch in mismatches]
             log.warning("drafter_unusable", state=state.value, reason=why, mismatches=differences)
 
+    def closed(self) -> None:
+        """The target stops; nothing is wrong with the drafter."""
+        with self._lock:
+            self._withdraw()
+            self._breaker.lost()
+            self._tell_state()
+
     # --- under the lock ----------------------------------------------------------------------------
 
     def _withdraw(self) -> None:
