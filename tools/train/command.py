@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.model_dir import resolve_model_dir
 from tools.train.acceptance import Acceptance
 from tools.train.head_loss import Weighting
-from tools.train.run import DraftShape, RunSettings, run_training
+from tools.train.run import CHECKPOINT, DraftShape, RunSettings, run_training
 from tools.train.synthesis import SynthesisSettings
 from tools.train.trainer import TrainingSettings
 
@@ -69,7 +69,7 @@ def train(
         stop_after_s=stop_after_s,
     )
     if fresh:
-        (run_dir / "checkpoint.safetensors").unlink(missing_ok=True)
+        (run_dir / CHECKPOINT).unlink(missing_ok=True)
     shape = DraftShape(layers, block_size, mask_token_id, _parse_ids(taps))
     synthesis = SynthesisSettings(num_rows=rows, rows_at_once=rows_at_once, max_len=max_len, seed=seed)
     training = TrainingSettings(
