@@ -32,8 +32,9 @@ SERVER_OPTIONS = (
     # A second process on the same port must fail, not share it silently.
     ("grpc.so_reuseport", 0),
     # Gateways ping every 30 s, also while nothing runs; the default tolerates one ping in 5 minutes and
-    # then ends long silent generations with GOAWAY.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # then ends long silent generations with GOAWAY. (The name differs from that of gRPC's own constant;
+    # an option that gRPC does not know is ignored in silence.)
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Finds callers whose machine vanished, so that their requests end.
     ("grpc.keepalive_time_ms", 30_000),
