@@ -57,6 +57,7 @@ def test_key_slots_are_the_slots_of_the_pages_in_order(pages: tuple[int, ...]) -
         slots = key_slots(pages, size, num_keys)
         expected = [page * size + offset for page in pages for offset in range(size)][:num_keys]
         assert torch.arange(100)[slots].tolist() == expected
+        assert isinstance(slots, slice) == (expected == list(range(expected[0], expected[0] + num_keys)))
 
 
 def test_neighbouring_slots_are_read_as_a_slice_and_others_by_index() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import Unavailable
 from services.target.core.draft_source import Drafts, HandOff, PlainReason
-from services.target.core.request import FinishReason, Phase, RequestFailed
+from services.target.core.request import FinishReason, Phase, RequestFailed, SamplingParams
 from tests.core_rig import COUNTING_VOCAB, Ask, CountingModel, Rig
 
 
@@ -173,6 +173,41 @@ def test_failing_all_ends_each_request_once() -> None:
     assert all(tape.request.phase is Phase.FINISHED for tape in rig.tapes)
     assert rig.observer.failed == [(f"r{i}", "unavailable") for i in range(4)]
     rig.check_idle()
+
+
+def test_five_hundred_mixed_requests_with_cancellations_leak_neither_page_nor_session() -> None:
+    """Drafted, plain, sampled, stopped, aborted while waiting, running and preempted."""
+    rng = random.Random(20261216)
+    source = ScriptedDrafts()
+    rig, _ = build_rig(source, num_pages=40, page_size=4, num_running_max=12, extend_rows_max=40)
+    asks = []
+    for i in range(500):
+        prompt = [rng.randrange(COUNTING_VOCAB) for _ in range(rng.randint(1, 40))]
+        stops = frozenset(rng.sample(range(COUNTING_VOCAB), rng.choice([0, 0, 3])))
+        sampling = SamplingParams(temperature=rng.choice([0.0] * 5 + [0.8]), top_p=0.9, seed=i)
+        asks.append(Ask(prompt, rng.randint(1, 40), sampling, stops, drafting=rng.random() < 0.8))
+
+    def draft_and_cancel() -> None:
+        drafts = Drafts()
+        for block in source.handoffs[-1].wanted:
+            right = [(block.anchor + 1 + k) % COUNTING_VOCAB for k in range(7)]
+            right[rng.randrange(7)] += rng.choice([0, 0, 1])
+            drafts.tokens[block.session_id] = [t % COUNTING_VOCAB for t in right]
+        source.answers = [drafts]
+        running = [r.session_id for r in rig.scheduler.running if r.drafting]
+        source.lost = set(rng.sample(running, 1)) if running and rng.random() < 0.05 else set()
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            rig.loop.abort(f"r{rng.randrange(500)}")
+
+    tapes = rig.run(asks, each_step=draft_and_cancel)
+    reasons = [tape.finished.reason for tape in tapes]
+    assert all(reasons.count(reason) > 20 for reason in FinishReason), reasons
+    assert rig.scheduler.num_preemptions > 20
+    assert sum(sum(tape.from_draft) for tape in tapes) > 1000
+    ended = [session for handoff in source.handoffs for session in handoff.ended]
+    assert sorted(ended) == list(range(1, len(ended) + 1)), "a session ended twice or never"
+    named = {a.session_id for handoff in source.handoffs for a in (*handoff.appends, *handoff.wanted)}
+    assert named <= set(ended)
 
 
 def test_a_step_without_requests_reports_only_what_changed() -> None:
