@@ -33,7 +33,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def test_a_target_that_is_asked_to_end_says_so_refuses_new_requests_and_finishes_the_running_ones(
     tiny_pair: TinyPair, rng: random.Random
 ) -> None:
-    asks = some_asks(rng, 3, vocab_size=VOCAB_SIZE, num_tokens=500)
+    asks = some_asks(rng, 3, vocab_size=VOCAB_SIZE, num_tokens=300)
     with tiny_pair.stack() as stack, TargetClient(stack.target.address) as client:
         wait_drafter(client, UP)
         expected = plain_tokens(client, asks)
@@ -156,12 +156,12 @@ def test_five_hundred_mixed_requests_with_cancellations_leak_no_page_and_no_sess
 def test_more_requests_than_pages_all_end_with_the_plain_tokens(
     tiny_pair: TinyPair, rng: random.Random
 ) -> None:
-    asks = some_asks(rng, 8, vocab_size=VOCAB_SIZE, num_tokens=160)
-    with tiny_pair.stack(target_flags=("--kv-tokens", "1024", "--max-len", "1024")) as stack:
+    asks = some_asks(rng, 8, vocab_size=VOCAB_SIZE, num_tokens=100)
+    with tiny_pair.stack(target_flags=("--kv-tokens", "512", "--max-len", "512")) as stack:
         with TargetClient(stack.target.address) as client:
             wait_drafter(client, UP)
             alone = [plain_tokens(client, [ask])[0] for ask in asks]
-            # 8 requests of 160 and more tokens in room for 1024: some must wait or make way.
+            # 8 requests of 100 and more tokens in room for 512: some must wait or make way.
             with crowd(client, asks[:1]) as first, crowd(client, asks[1:4]) as rest:
                 answers = first.answers() + rest.answers()
             assert [a.token_ids for a in answers] == alone[:4]
