@@ -38,6 +38,7 @@ from tools.chat import ChatTokenizer
 from tools.launch import (
     DEFAULT_DRAFT,
     DEFAULT_MODEL,
+    check_json_path,
     existing_dirs,
     leave_on_sigterm,
     report_drafter,
@@ -90,6 +91,7 @@ def bench(
     levels = _levels(concurrency)
     if peer and temperature:
         raise ConfigError("temperature", "must be 0 with --peer, whose noise is not ours", given=temperature)
+    check_json_path(json_path)
     model_dir, draft_dir = existing_dirs(model, draft)
     tokenizer = ChatTokenizer(model_dir)
     load = Load(

@@ -20,6 +20,7 @@ from tools.demo_view import AnswerPrinter, print_legend, result_table
 from tools.launch import (
     DEFAULT_DRAFT,
     DEFAULT_MODEL,
+    check_json_path,
     existing_dirs,
     leave_on_sigterm,
     report_drafter,
@@ -59,6 +60,7 @@ def demo(
     leave_on_sigterm()
     console = Console(highlight=False)
     prompts = prompt or list(SAMPLE_PROMPTS)
+    check_json_path(json_path)
     model_dir, draft_dir = existing_dirs(model, draft)
     tokenizer = ChatTokenizer(model_dir)
     prompt_ids = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts]

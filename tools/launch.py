@@ -35,6 +35,12 @@ def existing_dirs(model: str, draft: str) -> tuple[Path, Path]:
     return resolve_model_dir(model, field="model"), resolve_model_dir(draft, field="draft")
 
 
+def check_json_path(path: Path | None) -> None:
+    """Refuse a place for the results before minutes are spent on them."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError("json", "must be in a folder that exists", given=str(path))
+
+
 def start_stack(
     console: Console, model_dir: Path, draft_dir: Path, service_flags: Sequence[str] = ()
 ) -> LocalStack:

@@ -83,6 +83,7 @@ def test_the_bench_measures_transformers_beside_plain_and_drafted_decoding(
     [
         (("--model", "/no/such/model"), "error: model: "),
         (("--draft", "/no/such/draft"), "error: draft: "),
+        (("--json", "/no/such/folder/out.json"), "error: json: "),
         (("--max-new-tokens", "5000"), "max_new_tokens: must be"),
     ],
 )
