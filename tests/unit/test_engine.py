@@ -76,7 +76,7 @@ def test_a_draft_that_leads_to_numbers_that_are_not_finite_changes_no_token(
 ) -> None:
     """A hostile drafter proposes a token that the target would never choose, and that blinds it."""
     rng, model = random.Random(SEED + 1), load_poisoned(value)
-    asks = [Ask(clean_prompt(rng, rng.randint(2, 20)), 20, sampling) for _ in range(16)]
+    asks = [Ask(clean_prompt(rng, rng.randint(2, 20)), 20, sampling) for _ in range(9)]
     # Those whose own tokens are clean; at T 1 without filters the target may choose any.
     asks = [ask for ask in asks if POISON not in plain_tokens(model, [ask])[0]][:4]
     expected = plain_tokens(model, asks)
@@ -85,7 +85,7 @@ def test_a_draft_that_leads_to_numbers_that_are_not_finite_changes_no_token(
     rig = Rig(
         model,
         drafts=lambda rig: OracleDrafts(
-            rig, truths, rng, habits=Habits(spoil=0.6, hostile=0.2), hostile_ids=[POISON]
+            rig, truths, rng, habits=Habits(spoil=0.7, hostile=0.2), hostile_ids=[POISON]
         ),
     )
     tapes = rig.run(asks)

@@ -161,7 +161,7 @@ def test_greedy_takes_the_highest_logit_and_the_lowest_id_of_equals() -> None:
 
 def test_drawn_tokens_follow_the_softmax_of_what_the_filters_keep() -> None:
     row = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -30.0])
-    num_draws = 1500
+    num_draws = 1000
     for p in (
         SamplingParams(temperature=1.0, seed=SEED),
         SamplingParams(temperature=0.7, top_k=5, seed=SEED),
@@ -183,7 +183,7 @@ def test_drawn_tokens_follow_the_softmax_of_what_the_filters_keep() -> None:
 def test_neighbouring_positions_and_seeds_draw_independently() -> None:
     """Pairs of draws fill the square evenly: 16 cells, 15 degrees of freedom."""
     row = torch.zeros(4)
-    num_draws = 1500
+    num_draws = 1000
     params = [SamplingParams(temperature=1.0, seed=SEED)] * num_draws
     other_seed = [SamplingParams(temperature=1.0, seed=SEED + 1)] * num_draws
     here = choose_tokens(row.expand(num_draws, -1), params, range(num_draws))
