@@ -113,8 +113,10 @@ class TargetMetrics:
             "reason", [reason.value for reason in PlainReason],
         )  # fmt: skip
         self._step = m.histograms(
-            "step_time_seconds", "Parts of a step.", _STEP_S, "phase",
-            ("prefill", "verify", "draft_wait", "commit"),
+            "step_time_seconds",
+            "Parts of a step, which add up to it: draft_wait; the forward, as prefill when some request ran "
+            "more than one token of its own, else as verify; commit; host for all else.",
+            _STEP_S, "phase", ("prefill", "verify", "draft_wait", "commit", "host"),
         )  # fmt: skip
         self._batch_size = m.histogram("step_batch_size", "Requests in a step.", _BATCH)
         self._verify_width = m.histogram("verify_width", "Rows of a verify, anchor included.", _BLOCK_ROWS)
@@ -146,9 +148,10 @@ class TargetMetrics:
         self._output_tokens.inc(report.num_generated_tokens)
         self._preemptions.inc(report.num_preemptions)
         self._captured_bytes.inc(report.captured_bytes)
-        self._step["prefill" if report.only_extends else "verify"].observe(report.forward_s)
+        self._step["prefill" if report.extends else "verify"].observe(report.forward_s)
         self._step["draft_wait"].observe(report.draft_wait_s)
         self._step["commit"].observe(report.commit_s)
+        self._step["host"].observe(report.host_s)
         for num_draft_tokens, num_accepted in report.verifies:
             self._observe_verify(num_draft_tokens, num_accepted)
         for reason in report.plain:

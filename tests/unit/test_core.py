@@ -327,8 +327,19 @@ def test_stats_follow_the_requests(bench: Bench) -> None:
     for i, caller in enumerate(callers):
         bench.core.abort(f"r{i}")
         caller.wait()
-    wait_until(lambda: bench.core.stats().num_pages_free == 400)
+    assert bench.core.stats().num_pages_free == 400
     assert bench.core.stats().pages_unaccounted == 0
+
+
+def test_whoever_hears_of_an_ending_sees_it_in_the_stats(bench: Bench) -> None:
+    seen = []
+    caller = Caller("a")
+    receive = caller.request.emit
+    caller.request.emit = lambda event: (seen.append(bench.core.stats().num_running), receive(event))[1]
+    bench.core.submit(caller.request)
+    assert isinstance(caller.wait(), RequestFinished)
+    assert seen[0] == 1
+    assert seen[-1] == 0
 
 
 def test_an_idle_core_sleeps(bench: Bench) -> None:

@@ -71,7 +71,7 @@ def test_a_step_adds_up(metrics: Metrics) -> None:
     report.verifies = [(7, 3), (7, 0)]
     report.plain = [PlainReason.DEADLINE]
     report.captured_bytes = 640
-    report.forward_s, report.draft_wait_s, report.commit_s = 0.01, 0.002, 0.0001
+    report.forward_s, report.draft_wait_s, report.commit_s, report.host_s = 0.01, 0.002, 0.0001, 0.0003
     observer.observe_step(report, stats)
     # The state alone: not a step.
     observer.observe_step(StepReport(), stats)
@@ -95,6 +95,7 @@ def test_a_step_adds_up(metrics: Metrics) -> None:
     assert found["captured_bytes_total"] == 640
     assert found["step_batch_size_count"] == 1
     assert found['step_time_seconds_sum{phase="verify"}'] == 0.01
+    assert found['step_time_seconds_sum{phase="host"}'] == 0.0003
     assert found['step_time_seconds_count{phase="prefill"}'] == 0
 
 

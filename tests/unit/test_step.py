@@ -119,11 +119,33 @@ def test_the_report_counts_rows_tokens_and_captured_bytes() -> None:
     rig.loop.step()
     report = rig.observer.reports[0]
     assert (report.num_requests, report.num_rows, report.num_prompt_tokens) == (2, 5, 5)
-    assert (report.num_generated_tokens, report.only_extends) == (1, False)
+    assert (report.num_generated_tokens, report.extends) == (1, True)
     assert report.captured_bytes == 5 * 2 * 4
     rig.loop.step()
     assert rig.observer.reports[1].num_prompt_tokens == 3
     assert rig.observer.stats[1].num_running == 2
+
+
+def test_only_a_step_in_which_some_request_ran_more_than_one_token_of_its_own_extends() -> None:
+    rig, _ = build_rig()
+    rig.submit(Ask([10, 11, 12], 9))
+    rig.loop.step()
+    rig.loop.step()
+    rig.submit(Ask([1, 2], 9))
+    rig.loop.step()
+    rig.loop.step()
+    assert [report.extends for report in rig.observer.reports] == [True, False, True, False]
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    ticks = iter(range(100))
+    rig, _ = build_rig()
+    rig.loop._clock = lambda: float(next(ticks))
+    rig.submit(Ask([10, 11], 3))
+    rig.loop.step()
+    report = rig.observer.reports[0]
+    assert (report.draft_wait_s, report.forward_s, report.commit_s) == (1, 1, 1)
+    assert report.draft_wait_s + report.forward_s + report.commit_s + report.host_s == next(ticks) - 1
 
 
 def test_committed_tokens_are_told_before_the_end_and_the_end_once() -> None:

@@ -9,17 +9,16 @@ import queue
 import threading
 from collections.abc import Callable
 
-import structlog
-
 from common import limits
 from common.errors import Overloaded, Unavailable
+from common.log import get_log
 from services.target.core.draft_source import DraftSource
 from services.target.core.report import CoreStats
 from services.target.core.request import Event, Request, TokensCommitted
 from services.target.core.scheduler import Scheduler
 from services.target.core.step import StepLoop
 
-log = structlog.get_logger(__name__)
+log = get_log("core")
 
 # How long an idle core sleeps before it looks at drafter and stop flag again.
 _IDLE_WAIT_S = 0.05
@@ -44,7 +43,6 @@ class Core:
         self._known: dict[str, Request] = {}
         self._refusal: str | None = None
         self._stopping = threading.Event()
-        self._stats = loop.stats()
         self._thread = threading.Thread(target=self._run, name="core", daemon=True)
 
     def start(self) -> None:
@@ -93,8 +91,8 @@ class Core:
             return not self._known
 
     def stats(self) -> CoreStats:
-        """As of the last step."""
-        return self._stats
+        """As of the last step, or later; never older than the last event that a caller has seen."""
+        return self._loop.stats()
 
     def drain(self) -> None:
         """Refuse new requests from now on; those known go on."""
@@ -120,11 +118,10 @@ class Core:
                 self._take_commands()
                 # An idle step hands ended sessions over and lets the drafter's link settle.
                 self._loop.step()
-                self._stats = self._loop.stats()
             self._end("service stopped before the request was done", "unavailable")
         except Exception:
             # A bug or a device error: nothing that the batch held can be trusted any more.
-            log.exception("core.failed")
+            log.exception("core_failed")
             with self._lock:
                 self._refusal = "service failed"
             self._end("service failed", "internal")
@@ -150,7 +147,6 @@ class Core:
     def _end(self, text: str, reason: str) -> None:
         error = Unavailable(text)
         self._loop.fail_all(error, reason)
-        self._stats = self._loop.stats()
         # Nothing new comes any more. What is still known waits in the inbox, or was lost between two
         # lines of a step that raised.
         with self._lock:

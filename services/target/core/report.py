@@ -11,7 +11,10 @@ from services.target.core.request import Request, RequestFinished
 
 @dataclass
 class StepReport:
-    """One step. Times in seconds; verifies holds (num_draft_tokens, num_accepted) per verify."""
+    """One step. verifies holds (num_draft_tokens, num_accepted) per verify.
+
+    The four times, in seconds, are apart from each other and add up to the step.
+    """
 
     num_rows: int = 0
     num_requests: int = 0
@@ -21,13 +24,17 @@ class StepReport:
     plain: list[PlainReason] = field(default_factory=list)
     captured_bytes: int = 0
     num_preemptions: int = 0
+    extends: bool = False
+    """Whether some request ran more than one of its own tokens (a prompt, a recompute), whoever else
+    decoded beside it: then forward_s is no measure of a decode step."""
     draft_wait_s: float = 0.0
+    """Collecting the drafts."""
     forward_s: float = 0.0
-    """Model forward and sampling."""
-    only_extends: bool = False
-    """Whether no request decoded, so that forward_s is pure prefill."""
+    """Laying out the rows, the model's forward, choosing tokens."""
     commit_s: float = 0.0
-    total_s: float = 0.0
+    """Verifying, and the requests' books."""
+    host_s: float = 0.0
+    """The rest: scheduling, handing over, emitting, this report."""
 
 
 @dataclass(frozen=True)

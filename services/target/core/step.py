@@ -70,6 +70,7 @@ class StepLoop:
         self._draft_source = draft_source
         self._observer = observer
         self._clock = clock
+        self._stats = self._take_stats()
         self._observed_stats: CoreStats | None = None
 
     @property
@@ -77,11 +78,8 @@ class StepLoop:
         return self._scheduler.num_running > 0 or self._scheduler.num_waiting > 0
 
     def stats(self) -> CoreStats:
-        pool = self._scheduler.pool
-        return CoreStats(
-            self._scheduler.num_running, self._scheduler.num_waiting,
-            pool.num_pages, pool.num_free, pool.num_unaccounted,
-        )  # fmt: skip
+        """A snapshot, never older than the last event that left; from any thread."""
+        return self._stats
 
     def step(self) -> None:
         """One round; does nothing but hand ended sessions over when no request is left."""
@@ -91,36 +89,41 @@ class StepLoop:
         self._rewind_lost_contexts()
         preempted = self._scheduler.num_preemptions
         batch = self._scheduler.next_batch(drafts.tokens)
+        scheduled = self._clock()
         captured_layer_ids = self._draft_source.captured_layer_ids
         output = self._engine.run(batch, captured_layer_ids) if batch.scheduled else StepOutput([], None)
         computed = self._clock()
         outcomes = [self._commit(s, chosen) for s, chosen in zip(batch.scheduled, output.chosen, strict=True)]
+        committed = self._clock()
         self._draft_source.post(self._handoff(outcomes, output.captured))
+        self._stats = self._take_stats()
         for outcome in outcomes:
             for event in outcome.events:
                 outcome.scheduled.request.emit(event)
-        ended = self._clock()
-
         report = self._report(batch, outcomes, drafts, output.captured)
         report.num_preemptions = self._scheduler.num_preemptions - preempted
-        report.draft_wait_s, report.forward_s = collected - began, computed - collected
-        report.commit_s, report.total_s = ended - computed, ended - began
-        stats = self.stats()
-        if batch.scheduled or stats != self._observed_stats:
-            self._observer.observe_step(report, stats)
-            self._observed_stats = stats
+        ended = self._clock()
+
+        report.draft_wait_s, report.forward_s = collected - began, computed - scheduled
+        report.commit_s = committed - computed
+        report.host_s = scheduled - collected + ended - committed
+        if batch.scheduled or self._stats != self._observed_stats:
+            self._observer.observe_step(report, self._stats)
+            self._observed_stats = self._stats
 
     def abort(self, request_id: str) -> None:
         """End a request early; unknown and finished ids are ignored."""
         request = self._scheduler.find(request_id)
         if request is not None:
             self._scheduler.remove(request)
+            self._stats = self._take_stats()
             self._finish(request, FinishReason.ABORT, None, request.emit)
 
     def fail_all(self, error: TandemError, reason: str) -> None:
         """End every request with an error."""
         while (request := self._scheduler.first()) is not None:
             self._scheduler.remove(request)
+            self._stats = self._take_stats()
             self.fail(request, error, reason)
 
     def fail(self, request: Request, error: TandemError, reason: str) -> None:
@@ -129,6 +132,12 @@ class StepLoop:
             request.move_to(Phase.FINISHED)
         self._observer.observe_failed(request, reason)
         request.emit(RequestFailed(error))
+
+    def _take_stats(self) -> CoreStats:
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        return CoreStats(
+            scheduler.num_running, scheduler.num_waiting, pool.num_pages, pool.num_free, pool.num_unaccounted
+        )
 
     def _rewind_lost_contexts(self) -> None:
         """Give drafter sessions that lost their context a new one, where that is cheap."""
@@ -218,8 +227,7 @@ class StepLoop:
     ) -> StepReport:
         report = StepReport(num_rows=batch.num_rows, num_requests=len(batch.scheduled))
         report.captured_bytes = captured.nbytes if captured is not None else 0
-        # Not by `samples`: committing has moved the end that it looks at.
-        report.only_extends = all(outcome.verified is None for outcome in outcomes)
+        report.extends = any(s.num_tokens > 1 for s in batch.scheduled)
         for outcome in outcomes:
             s, verified = outcome.scheduled, outcome.verified
             prompt_len = len(s.request.prompt)
