@@ -23,8 +23,9 @@ def philox4x32(counter: Sequence[int], key: Sequence[int], rounds: int = 10) -> 
 
 
 def gumbel(seed: int, position: int, token_id: int) -> float:
-    """The noise of one token: -log(-log(1 - u)) for the uniform number u of its Philox word."""
-    word = philox4x32((token_id, position, 0, 0), (seed & _MASK, seed >> 32))[0]
+    """The noise of one token: -log(-log(1 - u)) for the uniform number u of its Philox word; four
+    neighbouring tokens have the four words of one counter."""
+    word = philox4x32((token_id // 4, position, 0, 0), (seed & _MASK, seed >> 32))[token_id % 4]
     uniform = min((word + 0.5) / 2**32, 1 - 2**-24)
     return -math.log(-math.log1p(-uniform))
 

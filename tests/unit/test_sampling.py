@@ -74,17 +74,18 @@ def test_the_tensor_philox_equals_the_plain_one_at_random_and_extreme_words() ->
         seed = rng.choice([0, 2**32 - 1, 2**32, 2**64 - 1, rng.randrange(2**64)])
         position = rng.choice([*extremes, rng.randrange(2**20)])
         ids = [*extremes, *(rng.randrange(2**32) for _ in range(20))]
-        words = philox(seed, torch.tensor(ids), position).tolist()
+        words = torch.stack(philox(seed, torch.tensor(ids), position), dim=1).tolist()
         key = (seed & 0xFFFFFFFF, seed >> 32)
-        assert words == [philox4x32((i, position, 0, 0), key)[0] for i in ids], (seed, position)
+        assert words == [list(philox4x32((i, position, 0, 0), key)) for i in ids], (seed, position)
 
 
 def test_the_noise_is_gumbel_of_the_plain_uniform_number() -> None:
     rng = random.Random(SEED + 1)
-    for _ in range(20):
+    # Few of many ids, and most of few: two ways to the same words.
+    for vocab_rows, count in [(200_000, 50), (4, 1), (61, 16), (61, 60), (64, 64), (5, 5), (1, 1)] * 3:
         seed, position = rng.randrange(2**64), rng.randrange(2**20)
-        ids = rng.sample(range(200_000), 50)
-        noise = gumbel_noise(seed, position, torch.tensor(ids))
+        ids = rng.sample(range(vocab_rows), count)
+        noise = gumbel_noise(seed, position, torch.tensor(ids), vocab_rows)
         expected = torch.tensor([gumbel(seed, position, i) for i in ids])
         torch.testing.assert_close(noise, expected, rtol=1e-5, atol=1e-5)
 
@@ -92,8 +93,8 @@ def test_the_noise_is_gumbel_of_the_plain_uniform_number() -> None:
 def test_the_noise_of_the_extreme_words_spans_less_than_the_cut_assumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sampling, "philox", lambda *_: torch.tensor([0, 2**32 - 1]))
-    noise = gumbel_noise(0, 0, torch.arange(2))
+    monkeypatch.setattr(sampling, "philox", lambda *_: (torch.tensor([0]), torch.tensor([2**32 - 1])) * 2)
+    noise = gumbel_noise(0, 0, torch.arange(2), 2)
     assert torch.isfinite(noise).all()
     assert 0 < (noise.max() - noise.min()).item() < sampling._NOISE_SPAN
 
