@@ -74,10 +74,12 @@ class Metrics:
 class CommonMetrics:
     """What both services measure: calls, event-loop lag, build. Their names carry no service.
 
-    `rpc_methods` are the methods that the service answers, in gRPC's form `/package.Service/Method`.
+    Methods that the service answers, and calls, are in gRPC's form `/package.Service/Method`.
     """
 
-    def __init__(self, metrics: Metrics, rpc_methods: Iterable[str]) -> None:
+    def __init__(
+        self, metrics: Metrics, server_methods: Iterable[str], client_methods: Iterable[str] = ()
+    ) -> None:
         self._model_name = metrics.model_name
         registry, labels = metrics.registry, ["model_name", "rpc_method", "rpc_status_code"]
         self._server_calls = Histogram(
@@ -89,8 +91,10 @@ class CommonMetrics:
             labels, registry=registry, buckets=RPC_BUCKETS_S,
         )  # fmt: skip
         # Only OK exists from the start: 17 status codes times 15 buckets would be mostly zeros for ever.
-        for method in rpc_methods:
+        for method in server_methods:
             self._server_calls.labels(self._model_name, method, "OK")
+        for method in client_methods:
+            self._client_calls.labels(self._model_name, method, "OK")
         self._lag = Gauge(
             "tandem_event_loop_lag_seconds", "Longest delay of the event loop in the last 15 s.",
             ["model_name"], registry=registry,

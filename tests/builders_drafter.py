@@ -36,10 +36,10 @@ class RecordedSessions:
     num_opened: int = 0
     closed: list[CloseReason] = field(default_factory=list)
 
-    def session_opened(self) -> None:
+    def observe_opened(self) -> None:
         self.num_opened += 1
 
-    def session_closed(self, reason: CloseReason) -> None:
+    def observe_closed(self, reason: CloseReason) -> None:
         self.closed.append(reason)
 
 

@@ -181,10 +181,6 @@ class TargetClient:
         """End a request early; returns whether it was waiting or running."""
         return self._ask("Abort", target_pb2.AbortRequest(request_id=request_id)).found
 
-    def model_facts(self) -> target_pb2.GetModelInfoResponse:
-        """Facts about the model."""
-        return self._ask("GetModelInfo", target_pb2.GetModelInfoRequest())
-
     def server_facts(self) -> target_pb2.GetServerInfoResponse:
         """Facts about the service and its load right now."""
         return self._ask("GetServerInfo", target_pb2.GetServerInfoRequest())

@@ -53,10 +53,10 @@ class DrafterMetrics:
         self._ingest_bytes = metrics.counter("ingest_bytes_total", "Bytes of captured hidden states stored.")
         self._draft_tokens = metrics.counter("draft_tokens_total", "Tokens proposed.")
 
-    def session_opened(self) -> None:
+    def observe_opened(self) -> None:
         self._opened.inc()
 
-    def session_closed(self, reason: CloseReason) -> None:
+    def observe_closed(self, reason: CloseReason) -> None:
         self._closed[reason.value].inc()
 
     def observe_step(self, reply: StepReply, queue_s: float, total_s: float) -> None:

@@ -17,9 +17,9 @@ from services.drafter.session import CloseReason, Session, SessionKey
 class SessionObserver(Protocol):
     """Told of beginnings and ends, for metrics."""
 
-    def session_opened(self) -> None: ...
+    def observe_opened(self) -> None: ...
 
-    def session_closed(self, reason: CloseReason) -> None: ...
+    def observe_closed(self, reason: CloseReason) -> None: ...
 
 
 class SessionTable:
@@ -73,7 +73,7 @@ class SessionTable:
         self._sessions[key] = Session(
             key, epoch, start_position, start_position, PageTable(self._pool), self._clock()
         )
-        self._observer.session_opened()
+        self._observer.observe_opened()
         return Outcome.OK
 
     def append_at(
@@ -228,4 +228,4 @@ class SessionTable:
     def _end(self, session: Session, reason: CloseReason) -> None:
         del self._sessions[session.key]
         session.pages.release()
-        self._observer.session_closed(reason)
+        self._observer.observe_closed(reason)

@@ -189,18 +189,18 @@ class TargetMetrics:
 
     # --- the link to the drafter ---------------------------------------------------------------------
 
-    def drafter_state(self, up: bool, breaker: str) -> None:
+    def observe_drafter(self, up: bool, breaker: str) -> None:
         """The link as it is now; `breaker` is one of BREAKER_STATES."""
         self._drafter_up.set(int(up))
         self._breaker.set(BREAKER_STATES[breaker])
 
-    def contract_mismatches(self, fields: Collection[str]) -> None:
+    def observe_mismatches(self, fields: Collection[str]) -> None:
         """The fields that do not fit now; none when all do."""
         listed = {name if name in self._mismatch else "other" for name in fields}
         for name, gauge in self._mismatch.items():
             gauge.set(int(name in listed))
 
-    def resync(self, kind: str) -> None:
+    def observe_resync(self, kind: str) -> None:
         """A session was opened again; `kind` is one of RESYNCS."""
         self._resyncs[kind].inc()
 

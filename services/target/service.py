@@ -37,6 +37,8 @@ from services.target.model.llama import Llama
 log = get_log("target")
 
 _IDLE_POLL_S = 0.02
+# What the link calls once a connection; its stream is no call that ends.
+_CALLED = ("/tandem.v1.DrafterService/Handshake", "/tandem.v1.DrafterService/CloseSessions")
 # For the last messages of streams whose requests have ended.
 _FLUSH_S = 1.0
 
@@ -81,7 +83,7 @@ async def serve(settings: TargetSettings, model: Llama) -> int:
     served = _served_model(settings, model, pool)
     metrics = Metrics(PREFIX, served.name)
     observer = TargetMetrics(metrics)
-    calls = CommonMetrics(metrics, [*method_names(SERVICE), *HEALTH_METHODS])
+    calls = CommonMetrics(metrics, [*method_names(SERVICE), *HEALTH_METHODS], _CALLED)
     rpc = RpcServer([SERVICE.full_name], calls.observe_server_call)
 
     drafter = _open_drafter(settings, model, instance_id, observer, calls)

@@ -44,13 +44,13 @@ class Recorder:
     fields: list[list[str]] = field(default_factory=list)
     resyncs: list[str] = field(default_factory=list)
 
-    def drafter_state(self, up: bool, breaker: str) -> None:
+    def observe_drafter(self, up: bool, breaker: str) -> None:
         self.states.append((up, breaker))
 
-    def contract_mismatches(self, fields: list[str]) -> None:
+    def observe_mismatches(self, fields: list[str]) -> None:
         self.fields.append(fields)
 
-    def resync(self, kind: str) -> None:
+    def observe_resync(self, kind: str) -> None:
         self.resyncs.append(kind)
 
 

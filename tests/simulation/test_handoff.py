@@ -95,7 +95,7 @@ class History:
             num_pages=self.rng.choice([24, 60, 400]), num_sessions_max=self.rng.choice([3, 64]),
         )  # fmt: skip
         self.drafter = RemoteDrafter(
-            self.link, TARGET, "target", DEADLINE_S, self.ledger.resync, self.clock
+            self.link, TARGET, "target", DEADLINE_S, self.ledger.observe_resync, self.clock
         )
         pool = PagePool(self.rng.choice([80, 400]), PAGE_SIZE)
         self.scheduler = Scheduler(pool, num_running_max=NUM_RUNNING_MAX, extend_rows_max=24)

@@ -89,13 +89,13 @@ class Ledger:
             self.violations.append(what)
 
     # DrafterObserver
-    def drafter_state(self, up: bool, breaker: str) -> None:
+    def observe_drafter(self, up: bool, breaker: str) -> None:
         self.require(up == (breaker != "open"), f"up {up} with a breaker that is {breaker}")
 
-    def contract_mismatches(self, fields: list[str]) -> None:
+    def observe_mismatches(self, fields: list[str]) -> None:
         pass
 
-    def resync(self, kind: str) -> None:
+    def observe_resync(self, kind: str) -> None:
         self.resyncs.append(kind)
 
 
@@ -176,9 +176,9 @@ class DraftEngine:
 
 
 class _Observer:
-    def session_opened(self) -> None: ...
+    def observe_opened(self) -> None: ...
 
-    def session_closed(self, reason: CloseReason) -> None: ...
+    def observe_closed(self, reason: CloseReason) -> None: ...
 
 
 class DrafterLife:

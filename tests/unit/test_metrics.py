@@ -122,17 +122,17 @@ def test_a_request_is_observed_from_first_token_to_end(metrics: Metrics) -> None
 
 def test_the_link_to_the_drafter_shows_state_and_every_field_that_differs(metrics: Metrics) -> None:
     observer = TargetMetrics(metrics)
-    observer.drafter_state(False, "open")
-    observer.contract_mismatches(["hidden_size", "a field of the future"])
-    observer.resync("cold")
+    observer.observe_drafter(False, "open")
+    observer.observe_mismatches(["hidden_size", "a field of the future"])
+    observer.observe_resync("cold")
     found = {name.removeprefix(PREFIX + "_"): value for name, value in samples(metrics.registry).items()}
     assert found["drafter_up"] == 0
     assert found["drafter_breaker_state"] == 2
     assert found['contract_mismatch{field="hidden_size"}'] == 1
     assert found['contract_mismatch{field="other"}'] == 1
     assert found['drafter_resyncs_total{kind="cold"}'] == 1
-    observer.drafter_state(True, "closed")
-    observer.contract_mismatches([])
+    observer.observe_drafter(True, "closed")
+    observer.observe_mismatches([])
     found = samples(metrics.registry)
     assert found[f"{PREFIX}_drafter_up"] == 1
     assert not any(value for name, value in found.items() if "mismatch" in name)

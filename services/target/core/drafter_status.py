@@ -30,9 +30,9 @@ class LinkState(enum.Enum):
 class LinkObserver(Protocol):
     """Told of changes, on either thread, under the lock: must be quick and not call back."""
 
-    def drafter_state(self, up: bool, breaker: str) -> None: ...
+    def observe_drafter(self, up: bool, breaker: str) -> None: ...
 
-    def contract_mismatches(self, fields: list[str]) -> None:
+    def observe_mismatches(self, fields: list[str]) -> None:
         """The fields that differ; none when the contracts fit (again)."""
 
 
@@ -48,6 +48,7 @@ class DrafterStatus:
         self._mismatches: list[Mismatch] = []
         self._stream: DrafterStream | None = None
         self._was_connected = False
+        self._tell_state()
 
     # --- for anyone --------------------------------------------------------------------------------
 
@@ -158,9 +159,9 @@ class DrafterStatus:
         self._state = LinkState.DOWN
 
     def _tell_state(self) -> None:
-        self._observer.drafter_state(self._state is LinkState.UP, self._breaker.state.value)
+        self._observer.observe_drafter(self._state is LinkState.UP, self._breaker.state.value)
 
     def _set_mismatches(self, mismatches: list[Mismatch]) -> None:
         if [m.field for m in mismatches] != [m.field for m in self._mismatches]:
-            self._observer.contract_mismatches([m.field for m in mismatches])
+            self._observer.observe_mismatches([m.field for m in mismatches])
         self._mismatches = mismatches

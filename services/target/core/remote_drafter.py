@@ -26,7 +26,7 @@ from services.target.core.drafter_stream import DrafterStream
 class DrafterObserver(LinkObserver, Protocol):
     """What metrics want to know of the drafter."""
 
-    def resync(self, kind: str) -> None:
+    def observe_resync(self, kind: str) -> None:
         """A session was opened again: `recaptured` from position 0, or `cold`."""
 
 
@@ -57,7 +57,7 @@ class RemoteDrafter:
         status = DrafterStatus(observer, time.monotonic)
         link = DrafterLink(address, target, instance_id, status, open_channel)
         link.start()
-        return cls(link, target, instance_id, draft_deadline_s, observer.resync, time.monotonic)
+        return cls(link, target, instance_id, draft_deadline_s, observer.observe_resync, time.monotonic)
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RemoteDrafter:
         on_resync: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """on_resync hears the kind of each re-opening; see DrafterObserver.resync."""
+        """on_resync hears the kind of each re-opening; see DrafterObserver.observe_resync."""
         self._link = link
         self._status = link.status
         self._target = target

@@ -36,7 +36,7 @@ class SamplingParams:
 
 
 class Phase(enum.Enum):
-    """Where a request is. PREEMPTED is WAITING with tokens already committed."""
+    """Where a request is. One that was preempted is WAITING with tokens already committed."""
 
     WAITING = "waiting"
     RUNNING = "running"
