@@ -1,116 +1,19 @@
-"""The core's thread: admission from many threads, bounds, draining, stopping, and its own death."""
+"""The core's thread: admission from many threads, bounds, aborts and draining."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from common import limits
 from common.errors import Overloaded, Unavailable
-from common.paged_kv import PagePool
 from services.target.core import core as core_module
-from services.target.core.core import Core
-from services.target.core.draft_source import NoDrafts
-from services.target.core.engine import Engine
-from services.target.core.request import (
-    Event,
-    FinishReason,
-    Request,
-    RequestFailed,
-    RequestFinished,
-    SamplingParams,
-    TokensCommitted,
-)
-from services.target.core.scheduler import Scheduler
-from services.target.core.step import StepLoop
-from tests.core_rig import CountingModel, RecordedObserver
-
-WAIT_S = 20.0
-
-
-class Caller:
-    """Keeps what a request emits; may be waited for."""
-
-    def __init__(self, name: str, max_new_tokens: int = 5) -> None:
-        self.tokens: list[int] = []
-        self.terminals: list[Event] = []
-        self.ended = threading.Event()
-        self.begun = threading.Event()
-        self.request = Request(
-            name, [3, 4], SamplingParams(), max_new_tokens, frozenset(), True, self.receive
-        )
-
-    def receive(self, event: Event) -> None:
-        self.begun.set()
-        if isinstance(event, TokensCommitted):
-            assert not self.terminals, "a token after the end"
-            self.tokens += event.token_ids
-        else:
-            self.terminals.append(event)
-            self.ended.set()
-
-    def wait(self) -> Event:
-        assert self.ended.wait(WAIT_S), f"{self.request.request_id} never ended"
-        return self.terminals[0]
-
-
-class Gate:
-    """An engine that computes only while it is open, and raises when told to."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.open = threading.Event()
-        self.open.set()
-        self.fault: Exception | None = None
-        self._engine = engine
-
-    def run(self, *args: Any) -> Any:
-        assert self.open.wait(WAIT_S)
-        if self.fault is not None:
-            raise self.fault
-        return self._engine.run(*args)
-
-    def zero_pages(self, pages: list[int]) -> None:
-        self._engine.zero_pages(pages)
-
-
-class Source(NoDrafts):
-    """A source that remembers that it was closed."""
-
-    closed = 0
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-class Bench:
-    """A core over a made-up model."""
-
-    def __init__(self, num_known_max: int = 64) -> None:
-        pool = PagePool(400, 4)
-        self.scheduler = Scheduler(pool, num_running_max=8, extend_rows_max=64)
-        self.gate = Gate(Engine(CountingModel(), pool))
-        self.observer, self.source = RecordedObserver(), Source()
-        self.loop = StepLoop(self.scheduler, self.gate, self.source, self.observer)  # type: ignore[arg-type]
-        self.num_failures = 0
-        self.failed = threading.Event()
-        self.core = Core(
-            self.scheduler, self.loop, self.source,
-            num_known_max=num_known_max, on_failure=self._on_failure,
-        )  # fmt: skip
-
-    def _on_failure(self) -> None:
-        self.num_failures += 1
-        self.failed.set()
-
-    def submit(self, name: str, max_new_tokens: int = 5) -> Caller:
-        caller = Caller(name, max_new_tokens)
-        self.core.submit(caller.request)
-        return caller
+from services.target.core.request import FinishReason, RequestFinished
+from tests.core_thread_rig import WAIT_S, Bench, Caller, wait_until
 
 
 @pytest.fixture
@@ -122,13 +25,6 @@ def bench() -> Iterator[Bench]:
     bench.core.stop()
     assert bench.scheduler.pool.num_free == bench.scheduler.pool.num_pages
     assert bench.source.closed == 1
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_a_request_runs_to_its_end_and_is_then_unknown(bench: Bench) -> None:
@@ -240,83 +136,6 @@ def test_a_draining_core_refuses_the_new_and_finishes_the_known(bench: Bench) ->
     assert all(isinstance(caller.wait(), RequestFinished) for caller in callers)
     wait_until(lambda: bench.core.idle)
     assert bench.num_failures == 0
-
-
-def test_stopping_fails_what_is_left_exactly_once() -> None:
-    bench = Bench()
-    bench.gate.open.clear()
-    bench.core.start()
-    callers = [bench.submit(f"r{i}", 1000) for i in range(12)]
-    stopping = threading.Thread(target=bench.core.stop)
-    stopping.start()
-    bench.gate.open.set()
-    stopping.join(WAIT_S)
-    assert not stopping.is_alive()
-    for caller in callers:
-        assert isinstance(caller.wait(), RequestFailed)
-        assert len(caller.terminals) == 1
-    assert bench.core.idle
-    assert bench.num_failures == 0
-    assert bench.scheduler.pool.num_free == bench.scheduler.pool.num_pages
-    bench.core.stop()
-
-
-def test_stopping_fails_a_request_that_still_waits_in_the_inbox() -> None:
-    bench = Bench()
-    caller = bench.submit("a")
-    bench.core._stopping.set()
-    bench.core.drain()
-    bench.core.start()
-    assert isinstance(caller.wait(), RequestFailed)
-    assert bench.observer.failed == [("a", "unavailable")]
-
-
-@pytest.mark.parametrize("fault", [ValueError("a bug"), MemoryError("no memory"), AssertionError("untrue")])
-def test_an_exception_in_a_step_fails_each_request_once_and_is_told_once(fault: Exception) -> None:
-    bench = Bench()
-    bench.core.start()
-    bench.gate.open.clear()
-    callers = [bench.submit(f"r{i}", 1000) for i in range(12)]
-    bench.gate.fault = fault
-    bench.gate.open.set()
-    assert bench.failed.wait(WAIT_S)
-    for caller in callers:
-        ending = caller.wait()
-        assert isinstance(ending, RequestFailed)
-        assert isinstance(ending.error, Unavailable)
-        assert len(caller.terminals) == 1
-    assert bench.num_failures == 1
-    assert bench.source.closed == 1
-    with pytest.raises(Unavailable, match="failed"):
-        bench.submit("late")
-    assert sorted(bench.observer.failed) == sorted((f"r{i}", "internal") for i in range(12))
-    bench.core.stop()
-
-
-@pytest.mark.parametrize("place", ["post", "observe_first_token", "add"])
-def test_a_request_that_was_in_nobodys_hands_when_a_step_raised_gets_its_ending(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It did not: one that had just ended, or just left the inbox, waited for ever, and so did drain."""
-    bench = Bench()
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("broken")
-
-    holder: Any = {"post": bench.source, "observe_first_token": bench.observer, "add": bench.scheduler}[place]
-    if place == "post":
-        # After the commit of a step in which the request ended.
-        monkeypatch.setattr(holder, place, lambda handoff: broken() if handoff.ended else None)
-    else:
-        monkeypatch.setattr(holder, place, broken)
-    callers = [bench.submit("short", 1), bench.submit("long", 100)]
-    bench.core.start()
-    assert bench.failed.wait(WAIT_S)
-    for caller in callers:
-        assert isinstance(caller.wait(), RequestFailed)
-        assert len(caller.terminals) == 1
-    assert bench.core.idle
-    bench.core.stop()
 
 
 def test_stats_follow_the_requests(bench: Bench) -> None:
