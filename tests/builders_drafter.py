@@ -10,6 +10,7 @@ import torch
 
 from common.contract import TargetContract
 from common.embedding import load_shared_weights
+from common.handoff.transport import Extend
 from common.paged_kv import PagePool
 from services.drafter.engine import DraftEngine
 from services.drafter.model.dflash import DFlash
@@ -106,3 +107,12 @@ def load_drafter(
     table = SessionTable(pool, **(settings | changes))
     runner = StepRunner(table, engine, contract.vocab_rows)
     return Drafter(model, engine, table, runner, contract)
+
+
+def rows_in_order(*extends: tuple[int, int, int, int]) -> list[Extend]:
+    """Extends (session, epoch, position, number of rows) whose rows lie in this order, as on the wire."""
+    laid_out, row = [], 0
+    for session_id, epoch, position, num_rows in extends:
+        laid_out.append(Extend(session_id, epoch, position, row, row + num_rows))
+        row += num_rows
+    return laid_out

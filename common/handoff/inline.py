@@ -145,10 +145,9 @@ def pack(step: Step, captured: torch.Tensor | None, rows_max: int) -> list[pb.Dr
         if i:
             requests.append(pb.DraftRequest())
         requests[-1].extends.extend(
-            pb.ExtendSession(session_id=e.session_id, epoch=e.epoch, position=e.position,
-                             num_rows=e.row_stop - e.row_start)
+            pb.ExtendSession(session_id=e.session_id, epoch=e.epoch, position=e.position, num_rows=e.num_rows)
             for e in pieces
-        )  # fmt: skip
+        )
         assert captured is not None, "an extend names captured rows"
         requests[-1].captured.CopyFrom(encode_tensor(_rows_to_host(captured, pieces)))
     requests[-1].drafts.extend(_draft_block(block) for block in step.blocks)

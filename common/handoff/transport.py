@@ -1,8 +1,9 @@
 """The interface of the hand-off: what a step asks of the drafter, what comes back, and two verbs.
 
-A transport moves a step and its captured rows to one life of a drafter and brings reports and
-drafts back. It believes nothing about sessions and knows no grpc; whoever posts decides what a
-report means. The contract of every field is that of the same name in drafter.proto.
+Both services speak of a step in these words. A transport moves a step and its captured rows to one
+life of a drafter and brings reports and drafts back. It believes nothing about sessions and knows no
+grpc; whoever posts decides what a report means. The contract of every field is that of the same name
+in drafter.proto.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class Extend:
     position: int
     row_start: int
     row_stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_stop - self.row_start
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -95,7 +95,7 @@ class DrafterDesk:
             captured = decode_captured(request, self._facts.dtype, self._facts.captured_width)
         except InvalidTensor:
             return refuse(step, Outcome.INVALID_TENSOR)
-        return self._runner.run(replace(step, captured=captured), with_blocks=with_blocks)
+        return self._runner.run(request.target_instance_id, step, captured, with_blocks=with_blocks)
 
     def _observed(self, count: int) -> int:
         self._observe_table()

@@ -17,8 +17,8 @@ from services.drafter.model.dflash import DFlash
 
 
 @dataclass(frozen=True)
-class Block:
-    """A draft block to compute.
+class PlacedBlock:
+    """A draft block to compute, with its place in the cache.
 
     position: of the anchor, absolute. num_context: rows of context before it, which with the block lie
     in `pages`, in order. slots: where the block's own rows go, one for each.
@@ -51,7 +51,7 @@ class DraftEngine:
         return finite.tolist()
 
     @torch.inference_mode()
-    def draft_to_host(self, blocks: Sequence[Block]) -> torch.Tensor:
+    def draft_to_host(self, blocks: Sequence[PlacedBlock]) -> torch.Tensor:
         """Draft after each anchor: `[len(blocks), num_draft_tokens]` int32, each id below vocab_rows."""
         size = self._model.config.block_size
         spans = []

@@ -9,23 +9,32 @@ import torch
 
 from common import limits, wire
 from common.errors import InvalidRequest, InvalidTensor
+from common.handoff.transport import Block, Close, Extend, Open, Step
 from common.pb.tandem.v1 import drafter_pb2
-from services.drafter.step import Close, DraftStep, Extend, Open, StepReply, WantedBlock
+from services.drafter.step import StepReply
 
 
-def decode_step(request: drafter_pb2.DraftRequest) -> DraftStep:
+def decode_step(request: drafter_pb2.DraftRequest) -> Step:
     """All of a message but its tensor. InvalidRequest when it has more entries than a message may."""
     for field in ("closes", "opens", "extends", "drafts"):
         count = len(getattr(request, field))
         if count > limits.DRAFT_ENTRIES_MAX:
             raise InvalidRequest(field, limit=f"at most {limits.DRAFT_ENTRIES_MAX} entries", given=count)
-    return DraftStep(
-        target_instance_id=request.target_instance_id,
+    return Step(
         closes=[Close(m.session_id, m.epoch) for m in request.closes],
         opens=[Open(m.session_id, m.epoch, m.start_position) for m in request.opens],
-        extends=[Extend(m.session_id, m.epoch, m.position, m.num_rows) for m in request.extends],
-        wanted=[WantedBlock(m.session_id, m.epoch, m.position, m.anchor) for m in request.drafts],
+        extends=_decode_extends(request),
+        blocks=[Block(m.session_id, m.epoch, m.position, m.anchor) for m in request.drafts],
     )
+
+
+def _decode_extends(request: drafter_pb2.DraftRequest) -> list[Extend]:
+    """On the wire an extend has a number of rows; which ones follows from the order."""
+    extends, row = [], 0
+    for m in request.extends:
+        extends.append(Extend(m.session_id, m.epoch, m.position, row, row + m.num_rows))
+        row += m.num_rows
+    return extends
 
 
 def decode_captured(request: drafter_pb2.DraftRequest, dtype: torch.dtype, width: int) -> torch.Tensor | None:

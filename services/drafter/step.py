@@ -8,55 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
-from common.handoff.transport import Outcome
-from services.drafter.engine import Block, DraftEngine
+from common.handoff.transport import Block, Extend, Open, Outcome, Step
+from services.drafter.engine import DraftEngine, PlacedBlock
 from services.drafter.session import SessionKey
 from services.drafter.session_table import SessionTable
-
-
-class Close(NamedTuple):
-    session_id: int
-    epoch: int
-
-
-class Open(NamedTuple):
-    session_id: int
-    epoch: int
-    start_position: int
-
-
-class Extend(NamedTuple):
-    """The next num_rows rows of the message's captured tensor belong at `position`."""
-
-    session_id: int
-    epoch: int
-    position: int
-    num_rows: int
-
-
-class WantedBlock(NamedTuple):
-    session_id: int
-    epoch: int
-    position: int
-    anchor: int
-
-
-@dataclass(frozen=True)
-class DraftStep:
-    """What a message asks. captured `[sum of num_rows, num_captured_layers * hidden_size]` or None when
-    nothing is extended; its type, width and number of rows are already true."""
-
-    target_instance_id: str
-    closes: list[Close] = field(default_factory=list)
-    opens: list[Open] = field(default_factory=list)
-    extends: list[Extend] = field(default_factory=list)
-    captured: torch.Tensor | None = None
-    wanted: list[WantedBlock] = field(default_factory=list)
 
 
 @dataclass
@@ -69,6 +28,11 @@ class Verdict:
     outcome: Outcome = Outcome.OK
     context_len: int = 0
     draft_row: int | None = None
+
+
+# By session id, within one message of one target.
+Keys = dict[int, SessionKey]
+Verdicts = dict[int, Verdict]
 
 
 @dataclass(frozen=True)
@@ -98,93 +62,101 @@ class StepRunner:
         self._vocab_rows = vocab_rows
         self._clock = clock
 
-    def run(self, step: DraftStep, *, with_blocks: bool = True) -> StepReply:
-        """Apply a message. with_blocks False appends context and answers BUSY for each block."""
+    def run(
+        self, target_instance_id: str, step: Step, captured: torch.Tensor | None, *, with_blocks: bool = True
+    ) -> StepReply:
+        """Apply a message of this target.
+
+        captured `[N, num_captured_layers * hidden_size]` holds the rows that the extends name, or is None
+        when they name none; its type, width and number of rows are already true. with_blocks False
+        appends context and answers BUSY for each block.
+        """
         verdicts = name_sessions(step)
+        keys = {session_id: SessionKey(target_instance_id, session_id) for session_id in verdicts}
         for close in step.closes:
-            self._table.close(SessionKey(step.target_instance_id, close.session_id), close.epoch)
-        self._open(step, verdicts)
+            self._table.close(SessionKey(target_instance_id, close.session_id), close.epoch)
+        self._open(step.opens, keys, verdicts)
         began_s = self._clock()
-        num_context_rows = self._extend(step, verdicts)
+        num_context_rows = self._extend(step.extends, captured, keys, verdicts)
         ingested_s = self._clock()
-        drafts = self._draft(step, verdicts, with_blocks)
+        drafts = self._draft(step.blocks, keys, verdicts, with_blocks)
         drafted_s = self._clock()
         for session_id, verdict in verdicts.items():
-            verdict.context_len = self._table.context_len(SessionKey(step.target_instance_id, session_id))
+            verdict.context_len = self._table.context_len(keys[session_id])
         return StepReply(
             list(verdicts.values()), drafts, num_context_rows, ingested_s - began_s, drafted_s - ingested_s
         )
 
-    def _open(self, step: DraftStep, verdicts: dict[int, Verdict]) -> None:
-        for wish in step.opens:
+    def _open(self, opens: list[Open], keys: Keys, verdicts: Verdicts) -> None:
+        for wish in opens:
             verdict = verdicts[wish.session_id]
             if verdict.outcome is Outcome.OK:
-                key = SessionKey(step.target_instance_id, wish.session_id)
-                verdict.outcome = self._table.open(key, wish.epoch, wish.start_position)
+                verdict.outcome = self._table.open(keys[wish.session_id], wish.epoch, wish.start_position)
 
-    def _extend(self, step: DraftStep, verdicts: dict[int, Verdict]) -> int:
+    def _extend(
+        self, extends: list[Extend], captured: torch.Tensor | None, keys: Keys, verdicts: Verdicts
+    ) -> int:
         rows: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         owners: list[Verdict] = []
-        first_row = 0
-        for extend in step.extends:
+        for extend in extends:
             verdict = verdicts[extend.session_id]
             if verdict.outcome is Outcome.OK:
-                key = SessionKey(step.target_instance_id, extend.session_id)
                 verdict.outcome, taken = self._table.append_at(
-                    key, extend.epoch, extend.position, extend.num_rows
+                    keys[extend.session_id], extend.epoch, extend.position, extend.num_rows
                 )
                 slots += taken
-                rows += range(first_row, first_row + len(taken))
+                rows += range(extend.row_start, extend.row_start + len(taken))
                 positions += range(extend.position, extend.position + len(taken))
                 owners += [verdict] * len(taken)
-            first_row += extend.num_rows
-        if not rows or step.captured is None:
+        if not rows or captured is None:
             return 0
-        captured = step.captured if len(rows) == len(step.captured) else step.captured[rows]
-        finite = self._engine.append_to_host(captured, positions, slots)
+        # The common case, without a copy: every row of the message, in order.
+        named = captured if rows == list(range(len(captured))) else captured[rows]
+        finite = self._engine.append_to_host(named, positions, slots)
         if not all(finite):
-            self._abandon(step, {v.session_id: v for v, ok in zip(owners, finite, strict=True) if not ok})
+            spoiled = {v.session_id: v for v, ok in zip(owners, finite, strict=True) if not ok}
+            for session_id, verdict in spoiled.items():
+                verdict.outcome = Outcome.NON_FINITE
+                self._engine.clean(self._table.abandon(keys[session_id]))
         return len(rows)
 
-    def _abandon(self, step: DraftStep, spoiled: dict[int, Verdict]) -> None:
-        for session_id, verdict in spoiled.items():
-            verdict.outcome = Outcome.NON_FINITE
-            self._engine.clean(self._table.abandon(SessionKey(step.target_instance_id, session_id)))
-
-    def _draft(self, step: DraftStep, verdicts: dict[int, Verdict], with_blocks: bool) -> torch.Tensor | None:
-        blocks: list[Block] = []
-        for wanted in step.wanted:
+    def _draft(
+        self, wanted_blocks: list[Block], keys: Keys, verdicts: Verdicts, with_blocks: bool
+    ) -> torch.Tensor | None:
+        blocks: list[PlacedBlock] = []
+        for wanted in wanted_blocks:
             verdict = verdicts[wanted.session_id]
             if verdict.outcome is not Outcome.OK:
                 continue
             if wanted.anchor >= self._vocab_rows:
                 verdict.outcome = Outcome.INVALID_FIELD
                 continue
-            key = SessionKey(step.target_instance_id, wanted.session_id)
-            verdict.outcome, session = self._table.reserve_block(key, wanted.epoch, wanted.position)
+            verdict.outcome, session = self._table.reserve_block(
+                keys[wanted.session_id], wanted.epoch, wanted.position
+            )
             if session is None:
                 continue
             if not with_blocks:
                 verdict.outcome = Outcome.BUSY
                 continue
             verdict.draft_row = len(blocks)
-            blocks.append(Block(
+            blocks.append(PlacedBlock(
                 wanted.anchor, wanted.position, session.num_rows, session.pages.pages,
                 self._table.block_slots(session),
             ))  # fmt: skip
         return self._engine.draft_to_host(blocks) if blocks else None
 
 
-def name_sessions(step: DraftStep) -> dict[int, Verdict]:
+def name_sessions(step: Step) -> Verdicts:
     """A verdict for each session that the message opens, extends or wants a block of.
 
     INVALID_FIELD for one that it names twice in the same role, under two epochs, or with no rows: which
     of the two was meant cannot be known, and writing a slot twice in one append has no defined result.
     """
-    verdicts: dict[int, Verdict] = {}
-    for wishes in (step.opens, step.extends, step.wanted):
+    verdicts: Verdicts = {}
+    for wishes in (step.opens, step.extends, step.blocks):
         _name(wishes, verdicts)
     for extend in step.extends:
         if extend.num_rows == 0:
@@ -192,9 +164,7 @@ def name_sessions(step: DraftStep) -> dict[int, Verdict]:
     return verdicts
 
 
-def _name(
-    wishes: Iterable[Open] | Iterable[Extend] | Iterable[WantedBlock], verdicts: dict[int, Verdict]
-) -> None:
+def _name(wishes: Iterable[Open] | Iterable[Extend] | Iterable[Block], verdicts: Verdicts) -> None:
     seen = set()
     for wish in wishes:
         verdict = verdicts.setdefault(wish.session_id, Verdict(wish.session_id, wish.epoch))
@@ -203,7 +173,7 @@ def _name(
         seen.add(wish.session_id)
 
 
-def refuse(step: DraftStep, outcome: Outcome) -> StepReply:
+def refuse(step: Step, outcome: Outcome) -> StepReply:
     """The reply to a message of which nothing is done."""
     verdicts = name_sessions(step)
     for verdict in verdicts.values():

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from common import limits
-from common.handoff.transport import Outcome
+from common.handoff.transport import Block, Extend, Open, Outcome, Step
 from common.pb.tandem.v1 import drafter_pb2 as pb
-from services.drafter.step import DraftStep, Extend, Open, WantedBlock
 from tests.builders_drafter import build_draft_pair, load_drafter
 from tests.drafter_rig import DrafterRig, drafts_of, outcomes_of, serving_drafter
 
@@ -49,7 +48,7 @@ async def test_a_message_is_answered_with_the_drafts_of_the_engine(
     assert min(reply.queue_s, reply.ingest_s, reply.draft_s) > 0
     alone = load_drafter(*checkpoints)
     expected = alone.runner.run(
-        DraftStep("x", [], [Open(1, 0, 0)], [Extend(1, 0, 0, 11)], captured, [WantedBlock(1, 0, 11, 9)])
+        "x", Step([], [Open(1, 0, 0)], [Extend(1, 0, 0, 0, 11)], [Block(1, 0, 11, 9)]), captured
     )
     assert expected.drafts is not None
     assert drafts_of(reply) == expected.drafts.tolist()

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.handoff.transport import Outcome
-from services.drafter.step import Close, DraftStep, Extend, Open, StepReply, WantedBlock
-from tests.builders_drafter import Drafter, build_draft_pair, load_drafter
+from common.handoff.transport import Block, Close, Extend, Open, Outcome, Step
+from services.drafter.step import StepReply
+from tests.builders_drafter import Drafter, build_draft_pair, load_drafter, rows_in_order
 from tests.reference.naive_dflash import NaiveDFlash
 
 TOLERANCE = 1e-3
@@ -62,19 +62,19 @@ class Pair:
     def anchor(self) -> int:
         return self.rng.randrange(self.drafter.vocab_rows)
 
-    def run(self, **step: Any) -> StepReply:
-        reply = self.drafter.runner.run(DraftStep("target", **step))
+    def run(self, captured: torch.Tensor | None = None, **step: Any) -> StepReply:
+        reply = self.drafter.runner.run("target", Step(**step), captured)
         assert [v.outcome for v in reply.verdicts] == [Outcome.OK] * len(reply.verdicts)
         return reply
 
     def append(self, session_id: int, position: int, rows: torch.Tensor) -> None:
-        self.run(extends=[Extend(session_id, 0, position, len(rows))], captured=rows)
+        self.run(extends=[Extend(session_id, 0, position, 0, len(rows))], captured=rows)
 
     def check_block(self, session_id: int, captured: torch.Tensor, start_position: int = 0) -> None:
         """Draft one block and compare it with the reference over the whole context."""
         anchor = self.anchor()
         position = start_position + len(captured)
-        reply = self.run(wanted=[WantedBlock(session_id, 0, position, anchor)])
+        reply = self.run(blocks=[Block(session_id, 0, position, anchor)])
         assert reply.drafts is not None
         self.compare(self.logits[-1][0], reply.drafts[0], captured, start_position, anchor)
 
@@ -136,13 +136,13 @@ def test_eight_sessions_of_mixed_lengths_in_one_message_equal_the_reference(pair
     first = [i for i, half in enumerate(halves) if half]
     pair.run(
         opens=[Open(i, 0, 0) for i in range(8)],
-        extends=[Extend(i, 0, 0, halves[i]) for i in first],
+        extends=rows_in_order(*((i, 0, 0, halves[i]) for i in first)),
         captured=torch.cat([contexts[i][: halves[i]] for i in first]),
     )
     reply = pair.run(
-        extends=[Extend(i, 0, halves[i], lengths[i] - halves[i]) for i in range(8)],
+        extends=rows_in_order(*((i, 0, halves[i], lengths[i] - halves[i]) for i in range(8))),
         captured=torch.cat([contexts[i][halves[i] :] for i in range(8)]),
-        wanted=[WantedBlock(i, 0, lengths[i], anchors[i]) for i in range(8)],
+        blocks=[Block(i, 0, lengths[i], anchors[i]) for i in range(8)],
     )
     assert reply.drafts is not None
     for verdict in reply.verdicts:
@@ -154,7 +154,7 @@ def test_eight_sessions_of_mixed_lengths_in_one_message_equal_the_reference(pair
 def test_a_slot_that_another_session_used_before_leaves_no_trace(pair: Pair) -> None:
     pair.run(opens=[Open(1, 0, 0)])
     pair.append(1, 0, pair.rows(60))
-    pair.run(wanted=[WantedBlock(1, 0, 60, pair.anchor())])
+    pair.run(blocks=[Block(1, 0, 60, pair.anchor())])
     captured = pair.rows(11)
     pair.run(closes=[Close(1, 0)], opens=[Open(2, 0, 0)])
     pair.append(2, 0, captured)
@@ -211,7 +211,7 @@ def test_in_bfloat16_logits_are_near_the_reference_and_clear_drafts_are_the_same
     captured = pair.rows(21).bfloat16()
     pair.run(opens=[Open(1, 0, 0)])
     pair.append(1, 0, captured)
-    reply = pair.run(wanted=[WantedBlock(1, 0, 21, 9)])
+    reply = pair.run(blocks=[Block(1, 0, 21, 9)])
     expected = pair.reference.logits(captured, 0, 9)[1:]
     assert (pair.logits[-1][0].double() - expected).norm() < 0.06 * expected.norm()
     assert reply.drafts is not None

@@ -13,7 +13,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from common.contract import DraftContract, Mismatch, TargetContract
 from common.handoff.transport import PeerFault
 from common.paged_kv import PagePool
 from common.pb.tandem.v1 import drafter_pb2 as pb
-from services.drafter.engine import Block
+from services.drafter.engine import PlacedBlock
 from services.drafter.messages import decode_captured, decode_step, encode_reply
 from services.drafter.session import CloseReason
 from services.drafter.session_table import SessionTable
@@ -149,7 +149,7 @@ class DraftEngine:
                 self._rows[slot] = (request, row_position, token)
         return finite
 
-    def draft_to_host(self, blocks: Sequence[Block]) -> torch.Tensor:
+    def draft_to_host(self, blocks: Sequence[PlacedBlock]) -> torch.Tensor:
         return torch.tensor([self._draft(block) for block in blocks], dtype=torch.int32)
 
     def clean(self, pages: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ class DraftEngine:
             for slot in range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE):
                 self._rows.pop(slot, None)
 
-    def _draft(self, block: Block) -> list[int]:
+    def _draft(self, block: PlacedBlock) -> list[int]:
         slots = [page * PAGE_SIZE + i for page in block.pages for i in range(PAGE_SIZE)][: block.num_context]
         rows = [self._rows.get(slot, (-1, -1, -1)) for slot in slots]
         self._ledger.require(bool(rows), "a block without any context")
@@ -205,8 +205,8 @@ class DrafterLife:
 
     def answer(self, request: pb.DraftRequest, with_blocks: bool) -> pb.DraftResponse:
         captured = decode_captured(request, torch.float32, WIDTH)
-        step = replace(decode_step(request), captured=captured)
-        reply = self._runner.run(step, with_blocks=with_blocks)
+        step = decode_step(request)
+        reply = self._runner.run(request.target_instance_id, step, captured, with_blocks=with_blocks)
         return encode_reply(request, reply, self.name, 0.0)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.handoff.transport import Outcome
+from common.handoff.transport import Block, Close, Extend, Open, Outcome, Step
 from services.drafter.session import SessionKey
-from services.drafter.step import Close, DraftStep, Extend, Open, StepReply, WantedBlock
-from tests.builders_drafter import Drafter, build_draft_pair, load_drafter
+from services.drafter.step import StepReply
+from tests.builders_drafter import Drafter, build_draft_pair, load_drafter, rows_in_order
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,10 @@ def rows(drafter: Drafter, count: int, seed: int = 5) -> torch.Tensor:
     return torch.randn(count, drafter.captured_width, generator=torch.Generator().manual_seed(seed))
 
 
-def run(drafter: Drafter, *, with_blocks: bool = True, **step: Any) -> StepReply:
-    return drafter.runner.run(DraftStep("target", **step), with_blocks=with_blocks)
+def run(
+    drafter: Drafter, *, captured: torch.Tensor | None = None, with_blocks: bool = True, **step: Any
+) -> StepReply:
+    return drafter.runner.run("target", Step(**step), captured, with_blocks=with_blocks)
 
 
 def outcomes(reply: StepReply) -> dict[int, Outcome]:
@@ -40,9 +42,9 @@ def test_a_message_opens_extends_and_drafts_in_one_go(drafter: Drafter) -> None:
     reply = run(
         drafter,
         opens=[Open(1, 0, 0), Open(2, 0, 0)],
-        extends=[Extend(2, 0, 0, 3), Extend(1, 0, 0, 5)],
+        extends=rows_in_order((2, 0, 0, 3), (1, 0, 0, 5)),
         captured=rows(drafter, 8),
-        wanted=[WantedBlock(1, 0, 5, 7), WantedBlock(2, 0, 3, 9)],
+        blocks=[Block(1, 0, 5, 7), Block(2, 0, 3, 9)],
     )
     assert outcomes(reply) == {1: Outcome.OK, 2: Outcome.OK}
     assert {v.session_id: (v.context_len, v.draft_row) for v in reply.verdicts} == {1: (5, 0), 2: (3, 1)}
@@ -53,18 +55,33 @@ def test_a_message_opens_extends_and_drafts_in_one_go(drafter: Drafter) -> None:
 
 def test_a_drafts_row_is_the_same_alone_and_in_company(drafter: Drafter) -> None:
     both = rows(drafter, 9)
-    run(drafter, opens=[Open(1, 0, 0)], extends=[Extend(1, 0, 0, 5)], captured=both[:5])
-    alone = run(drafter, wanted=[WantedBlock(1, 0, 5, 7)]).drafts
+    run(drafter, opens=[Open(1, 0, 0)], extends=rows_in_order((1, 0, 0, 5)), captured=both[:5])
+    alone = run(drafter, blocks=[Block(1, 0, 5, 7)]).drafts
     together = run(
-        drafter, opens=[Open(2, 0, 0)], extends=[Extend(2, 0, 0, 4)], captured=both[5:],
-        wanted=[WantedBlock(2, 0, 4, 9), WantedBlock(1, 0, 5, 7)],
+        drafter, opens=[Open(2, 0, 0)], extends=rows_in_order((2, 0, 0, 4)), captured=both[5:],
+        blocks=[Block(2, 0, 4, 9), Block(1, 0, 5, 7)],
     ).drafts  # fmt: skip
     assert alone is not None and together is not None
     assert alone[0].tolist() == together[1].tolist()
 
 
+def test_rows_are_those_that_an_extend_names_wherever_they_lie(drafter: Drafter) -> None:
+    captured = rows(drafter, 9)
+    run(drafter, opens=[Open(1, 0, 0)], extends=[Extend(1, 0, 0, 0, 5)], captured=captured[2:7])
+    expected = run(drafter, blocks=[Block(1, 0, 5, 7)]).drafts
+    reply = run(
+        drafter,
+        opens=[Open(2, 0, 0), Open(3, 0, 0)],
+        extends=[Extend(2, 0, 0, 2, 7), Extend(3, 0, 0, 0, 2)],
+        captured=captured,
+        blocks=[Block(2, 0, 5, 7)],
+    )
+    assert expected is not None and reply.drafts is not None
+    assert reply.drafts.tolist() == expected.tolist()
+
+
 def test_a_session_closed_and_opened_in_one_message_begins_anew(drafter: Drafter) -> None:
-    run(drafter, opens=[Open(1, 0, 0)], extends=[Extend(1, 0, 0, 5)], captured=rows(drafter, 5))
+    run(drafter, opens=[Open(1, 0, 0)], extends=rows_in_order((1, 0, 0, 5)), captured=rows(drafter, 5))
     reply = run(drafter, closes=[Close(1, 0)], opens=[Open(1, 0, 0)])
     assert [(v.outcome, v.context_len) for v in reply.verdicts] == [(Outcome.OK, 0)]
 
@@ -80,14 +97,14 @@ def test_a_failed_append_costs_its_session_the_block_and_no_one_else(drafter: Dr
     run(drafter, opens=[Open(1, 0, 0), Open(2, 0, 0)])
     reply = run(
         drafter,
-        extends=[Extend(1, 0, 2, 3), Extend(2, 0, 0, 3)],
+        extends=rows_in_order((1, 0, 2, 3), (2, 0, 0, 3)),
         captured=captured,
-        wanted=[WantedBlock(1, 0, 5, 7), WantedBlock(2, 0, 3, 7)],
+        blocks=[Block(1, 0, 5, 7), Block(2, 0, 3, 7)],
     )
     assert outcomes(reply) == {1: Outcome.NEEDS_RESYNC, 2: Outcome.OK}
     # The second session got its own rows, not the first one's.
-    run(drafter, opens=[Open(3, 0, 0)], extends=[Extend(3, 0, 0, 3)], captured=captured[3:])
-    expected = run(drafter, wanted=[WantedBlock(3, 0, 3, 7)]).drafts
+    run(drafter, opens=[Open(3, 0, 0)], extends=rows_in_order((3, 0, 0, 3)), captured=captured[3:])
+    expected = run(drafter, blocks=[Block(3, 0, 3, 7)]).drafts
     assert reply.drafts is not None and expected is not None
     assert reply.drafts.tolist() == expected.tolist()
 
@@ -96,7 +113,7 @@ def test_an_anchor_outside_the_vocabulary_is_an_invalid_field(drafter: Drafter) 
     reply = run(
         drafter,
         opens=[Open(1, 0, 0), Open(2, 0, 0)],
-        wanted=[WantedBlock(1, 0, 0, drafter.vocab_rows), WantedBlock(2, 0, 0, drafter.vocab_rows - 1)],
+        blocks=[Block(1, 0, 0, drafter.vocab_rows), Block(2, 0, 0, drafter.vocab_rows - 1)],
     )
     assert outcomes(reply) == {1: Outcome.INVALID_FIELD, 2: Outcome.OK}
     assert reply.drafts is not None and len(reply.drafts) == 1
@@ -106,9 +123,9 @@ def test_an_anchor_outside_the_vocabulary_is_an_invalid_field(drafter: Drafter) 
     "twice",
     [
         {"opens": [Open(1, 0, 0), Open(1, 0, 0)]},
-        {"extends": [Extend(1, 0, 0, 2), Extend(1, 0, 1, 2)]},
-        {"wanted": [WantedBlock(1, 0, 0, 7), WantedBlock(1, 0, 0, 8)]},
-        {"opens": [Open(1, 0, 0)], "wanted": [WantedBlock(1, 1, 0, 7)]},
+        {"extends": rows_in_order((1, 0, 0, 2), (1, 0, 1, 2))},
+        {"blocks": [Block(1, 0, 0, 7), Block(1, 0, 0, 8)]},
+        {"opens": [Open(1, 0, 0)], "blocks": [Block(1, 1, 0, 7)]},
     ],
     ids=["opens", "extends", "blocks", "epochs"],
 )
@@ -122,7 +139,7 @@ def test_a_session_named_twice_is_an_invalid_field_and_untouched(
 
 
 def test_an_extend_without_rows_is_an_invalid_field(drafter: Drafter) -> None:
-    reply = run(drafter, opens=[Open(1, 0, 0)], extends=[Extend(1, 0, 0, 0)])
+    reply = run(drafter, opens=[Open(1, 0, 0)], extends=rows_in_order((1, 0, 0, 0)))
     assert outcomes(reply) == {1: Outcome.INVALID_FIELD}
 
 
@@ -131,13 +148,13 @@ def test_when_newer_messages_wait_context_is_appended_and_the_block_is_not(draft
         drafter,
         with_blocks=False,
         opens=[Open(1, 0, 0)],
-        extends=[Extend(1, 0, 0, 5)],
+        extends=rows_in_order((1, 0, 0, 5)),
         captured=rows(drafter, 5),
-        wanted=[WantedBlock(1, 0, 5, 7)],
+        blocks=[Block(1, 0, 5, 7)],
     )
     assert [(v.outcome, v.context_len, v.draft_row) for v in reply.verdicts] == [(Outcome.BUSY, 5, None)]
     assert reply.drafts is None
-    assert outcomes(run(drafter, wanted=[WantedBlock(1, 0, 5, 7)])) == {1: Outcome.OK}
+    assert outcomes(run(drafter, blocks=[Block(1, 0, 5, 7)])) == {1: Outcome.OK}
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 3e38])
@@ -149,16 +166,16 @@ def test_rows_that_are_not_finite_close_their_session_alone_and_leave_clean_page
     reply = run(
         drafter,
         opens=[Open(1, 0, 0), Open(2, 0, 0)],
-        extends=[Extend(1, 0, 0, 4), Extend(2, 0, 0, 5)],
+        extends=rows_in_order((1, 0, 0, 4), (2, 0, 0, 5)),
         captured=captured,
-        wanted=[WantedBlock(1, 0, 4, 7), WantedBlock(2, 0, 5, 7)],
+        blocks=[Block(1, 0, 4, 7), Block(2, 0, 5, 7)],
     )
     assert outcomes(reply) == {1: Outcome.OK, 2: Outcome.NON_FINITE}
     assert SessionKey("target", 2) not in drafter.table
     assert bool(torch.isfinite(drafter.engine._kv).all())
     # Its pages serve the next session as if nothing had been.
-    run(drafter, opens=[Open(3, 0, 0)], extends=[Extend(3, 0, 0, 4)], captured=captured[:4])
-    third = run(drafter, wanted=[WantedBlock(3, 0, 4, 7)]).drafts
+    run(drafter, opens=[Open(3, 0, 0)], extends=rows_in_order((3, 0, 0, 4)), captured=captured[:4])
+    third = run(drafter, blocks=[Block(3, 0, 4, 7)]).drafts
     assert reply.drafts is not None and third is not None
     assert third.tolist() == reply.drafts.tolist()
 
@@ -166,8 +183,8 @@ def test_rows_that_are_not_finite_close_their_session_alone_and_leave_clean_page
 def test_free_pages_full_of_nan_change_nothing(drafter: Drafter) -> None:
     captured = rows(drafter, 7)
     step: dict[str, Any] = {
-        "opens": [Open(1, 0, 0)], "extends": [Extend(1, 0, 0, 7)], "captured": captured,
-        "wanted": [WantedBlock(1, 0, 7, 7)],
+        "opens": [Open(1, 0, 0)], "extends": rows_in_order((1, 0, 0, 7)), "captured": captured,
+        "blocks": [Block(1, 0, 7, 7)],
     }  # fmt: skip
     clean = run(drafter, **step).drafts
     run(drafter, closes=[Close(1, 0)])
@@ -179,15 +196,15 @@ def test_free_pages_full_of_nan_change_nothing(drafter: Drafter) -> None:
 
 def test_a_context_over_scattered_pages_drafts_the_same_as_over_neighbouring_ones(drafter: Drafter) -> None:
     captured = rows(drafter, 14)
-    run(drafter, opens=[Open(1, 0, 0)], extends=[Extend(1, 0, 0, 14)], captured=captured)
-    neighbours = run(drafter, wanted=[WantedBlock(1, 0, 14, 7)]).drafts
+    run(drafter, opens=[Open(1, 0, 0)], extends=rows_in_order((1, 0, 0, 14)), captured=captured)
+    neighbours = run(drafter, blocks=[Block(1, 0, 14, 7)]).drafts
     run(drafter, closes=[Close(1, 0)], opens=[Open(2, 0, 0), Open(3, 0, 0)])
     for position in range(0, 14, 2):
         piece = captured[position : position + 2]
         run(
-            drafter, extends=[Extend(2, 0, position, 2), Extend(3, 0, position, 2)],
+            drafter, extends=rows_in_order((2, 0, position, 2), (3, 0, position, 2)),
             captured=torch.cat([piece, piece]),
         )  # fmt: skip
-    scattered = run(drafter, wanted=[WantedBlock(2, 0, 14, 7), WantedBlock(3, 0, 14, 7)]).drafts
+    scattered = run(drafter, blocks=[Block(2, 0, 14, 7), Block(3, 0, 14, 7)]).drafts
     assert neighbours is not None and scattered is not None
     assert scattered.tolist() == neighbours.tolist() * 2
