@@ -93,7 +93,10 @@ class InlineTransport:
         return Collected(earlier, None)
 
     def _read(self, reply: pb.DraftResponse, awaited: _Awaited) -> Iterator[SessionReport]:
-        """Reports on the sessions that the message named; what a reply says of others is ignored."""
+        """Reports on the sessions that the message named; what a reply says of others is ignored.
+
+        So are the callee's durations: they belong in a trace of the step, and there is none yet.
+        """
         if reply.step_id != awaited.step_id:
             raise PeerFault(f"step_id: must be {awaited.step_id}, got {reply.step_id}")
         if reply.drafter_instance_id != self._drafter_instance_id:
