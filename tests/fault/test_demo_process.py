@@ -64,7 +64,8 @@ def test_the_bench_measures_transformers_beside_plain_and_drafted_decoding(
 ) -> None:
     out = tmp_path / "bench.json"
     run = _tandem(
-        "bench", *checkpoints, "--peer", "transformers", "--rounds", "1", "--max-new-tokens", "16",
+        # Long enough that two requests at once always meet: a rate is taken while both decode.
+        "bench", *checkpoints, "--peer", "transformers", "--rounds", "1", "--max-new-tokens", "96",
         "--concurrency", "1,2", "--threads", "1", "--json", str(out),
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
