@@ -21,12 +21,14 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP_ARGS ?=
 # Arguments for the command behind demo, bench, train and test: make demo ARGS="--prompt hello".
 ARGS ?=
+# Histories of each kind for test-simulation.
+SEEDS ?= 200
 # The interpreter that holds torch with CUDA; it needs no virtual environment and no network.
 GPU_PYTHON ?= python3
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 
 # ---------------------------------------------------------------------------------------------- set-up
 
@@ -83,9 +85,12 @@ train: setup ## train a draft for the target's model (hours on a CPU)
 # ----------------------------------------------------------------------------------------------- check
 
 # Tiny models run slower on many threads than on one, and two workers share two cores.
-.PHONY: test test-gpu
+.PHONY: test test-gpu test-simulation
 test: setup ## every test that needs no GPU
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n 2 --dist worksteal $(ARGS)
+
+test-simulation: setup ## histories of a failing link, SEEDS=200 of each kind
+	@SEEDS=$(SEEDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/simulation -n 2 --timeout 0 $(ARGS)
 
 test-gpu: ## the tests that need CUDA, with GPU_PYTHON
 	@$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
