@@ -7,29 +7,17 @@ position, which is what makes writing training text cheap. Must not be used for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 
 import torch
-from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, scaled_dot_product_attention
 
-from common.embedding import PREFIX, take_shared_weights, target_contract
+from common.layers.linear import project
+from common.layers.mlp import swiglu
 from common.layers.norm import rms_norm
-from common.layers.rope import apply_rope, build_rope_table
-from common.weights import Checkpoint, read_config
-from services.target.model.llama import LlamaConfig
-
-
-@dataclass(frozen=True)
-class DenseLayer:
-    """Weights of a decoder layer; q, k, v and gate, up are stacked."""
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+from common.layers.rope import apply_rope
+from services.target.model.llama import LlamaConfig, LlamaLayer, LlamaWeights
 
 
 class DenseTarget:
@@ -42,23 +30,18 @@ class DenseTarget:
 
         fused compiles the layer of `capture`: many times faster on a GPU after a minute's wait.
         """
-        raw = read_config(directory)
-        checkpoint = Checkpoint(directory, strip_prefix=PREFIX)
-        shared = take_shared_weights(checkpoint, raw, dtype)
-        self.config = LlamaConfig.from_json(raw)
-        self.contract = target_contract(raw, shared, dtype)
+        weights = LlamaWeights.load(directory, dtype)
+        shared = weights.shared
+        self.config = weights.config
+        self.contract = weights.contract
         self.device = device
         self.dtype = dtype
         self.embedding = shared.embedding.to(device)
         tied = shared.lm_head is shared.embedding
         self.lm_head = self.embedding if tied else shared.lm_head.to(device)
-        rope = build_rope_table(self.config.head_dim, self.config.max_len, raw)
-        self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
-        self._final_norm = checkpoint.take("norm.weight", (self.config.hidden_size,), dtype).to(device)
-        self._layers = [
-            _take_layer(checkpoint, self.config, i, device, dtype) for i in range(self.config.num_layers)
-        ]
-        checkpoint.finish()
+        self.cos, self.sin = weights.rope.cos.to(device), weights.rope.sin.to(device)
+        self._final_norm = weights.final_norm.to(device)
+        self._layers = [_layer_to(layer, device) for layer in weights.layers]
         # One layer, not the stack: as many fused kernels for a thirtieth of the compile time.
         self._extend: Callable[..., torch.Tensor] = _extend
         if fused:
@@ -101,7 +84,7 @@ class DenseTarget:
         seen = bias[:num_keys]
         for i, layer in enumerate(self._layers):
             x = _decode(x, layer, self.config, cos, sin, kv[i], position, seen)
-        return linear(rms_norm(x, self._final_norm, self.config.rms_norm_eps), self.lm_head)
+        return project(rms_norm(x, self._final_norm, self.config.rms_norm_eps), self.lm_head)
 
     def new_kv(self, num_rows: int, max_len: int) -> torch.Tensor:
         """Storage for `decode`, zeroed: 23 KiB a token for SmolLM2-135M in bf16."""
@@ -110,47 +93,25 @@ class DenseTarget:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
-def _take_layer(
-    checkpoint: Checkpoint, c: LlamaConfig, index: int, device: torch.device, dtype: torch.dtype
-) -> DenseLayer:
-    def take(name: str, *shape: int) -> torch.Tensor:
-        return checkpoint.take(f"layers.{index}.{name}.weight", shape, dtype).to(device)
-
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    hidden, inner = c.hidden_size, c.intermediate_size
-    q = take("self_attn.q_proj", q_size, hidden)
-    k, v = (take(f"self_attn.{name}_proj", kv_size, hidden) for name in "kv")
-    gate, up = (take(f"mlp.{name}_proj", inner, hidden) for name in ("gate", "up"))
-    return DenseLayer(
-        input_norm=take("input_layernorm", hidden),
-        qkv=torch.cat([q, k, v]),
-        o=take("self_attn.o_proj", hidden, q_size),
-        post_norm=take("post_attention_layernorm", hidden),
-        gate_up=torch.cat([gate, up]),
-        down=take("mlp.down_proj", hidden, inner),
-    )
-
-
-def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """down · (silu(gate · x) ⊙ (up · x)) over plain tensors, which can be compiled and trained."""
-    gate, up = linear(x, gate_up).chunk(2, dim=-1)
-    return linear(silu(gate) * up, down)
+def _layer_to(layer: LlamaLayer, device: torch.device) -> LlamaLayer:
+    moved = {f.name: getattr(layer, f.name).to(device) for f in fields(layer)}
+    return LlamaLayer(**moved)
 
 
 def _extend(
-    x: torch.Tensor, layer: DenseLayer, c: LlamaConfig, cos: torch.Tensor, sin: torch.Tensor
+    x: torch.Tensor, layer: LlamaLayer, c: LlamaConfig, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     q, k, v = _qkv(x, layer, c, cos, sin)
     mixed = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     )
-    x = x + linear(mixed.transpose(1, 2).flatten(2), layer.o)
+    x = x + project(mixed.transpose(1, 2).flatten(2), layer.o)
     return x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
 
 
 def _decode(
     x: torch.Tensor,
-    layer: DenseLayer,
+    layer: LlamaLayer,
     c: LlamaConfig,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -168,7 +129,7 @@ def _decode(
     grouped = (q * c.head_dim**-0.5).reshape(keys.shape[0], -1, c.head_dim)
     weights = torch.softmax(_product_fp32(grouped, keys.transpose(1, 2)) + bias, dim=-1).to(x.dtype)
     mixed = torch.bmm(weights, values).view(x.shape[0], -1)
-    x = x + linear(mixed, layer.o)
+    x = x + project(mixed, layer.o)
     return x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
 
 
@@ -178,10 +139,10 @@ def _product_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _qkv(
-    x: torch.Tensor, layer: DenseLayer, c: LlamaConfig, cos: torch.Tensor, sin: torch.Tensor
+    x: torch.Tensor, layer: LlamaLayer, c: LlamaConfig, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated q and k, and v: each `[..., heads, head_dim]`. Rotation in fp32, then back to x's type."""
-    heads = linear(rms_norm(x, layer.input_norm, c.rms_norm_eps), layer.qkv).unflatten(-1, (-1, c.head_dim))
+    heads = project(rms_norm(x, layer.input_norm, c.rms_norm_eps), layer.qkv).unflatten(-1, (-1, c.head_dim))
     num_qk = c.num_heads + c.num_kv_heads
-    rotated = apply_rope(heads[..., :num_qk, :], cos, sin).to(x.dtype)
+    rotated = apply_rope(heads[..., :num_qk, :], cos, sin)
     return rotated[..., : c.num_heads, :], rotated[..., c.num_heads :, :], heads[..., num_qk:, :]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 
+from common.layers.mlp import swiglu
 from common.layers.norm import rms_norm
 from common.layers.rope import RopeTable, apply_rope
 from services.drafter.model.dflash import DFlashConfig, DFlashWeights
-from tools.train.dense_target import swiglu
 
 
 def draft_hidden(
@@ -60,7 +60,7 @@ def _rotated_heads(
     c: DFlashConfig,
 ) -> torch.Tensor:
     heads = rms_norm(linear(x, projection).unflatten(-1, (-1, c.head_dim)), norm, c.rms_norm_eps)
-    return apply_rope(heads, *rope).to(x.dtype)
+    return apply_rope(heads, *rope)
 
 
 def _attend(
