@@ -45,14 +45,30 @@ STREAM_BACKLOG_TOKENS_MAX = 4096
 
 # --- model ---------------------------------------------------------------------------------------
 
+# Several times what the largest published models have: anything above is a damaged or hostile file, and
+# each of these sizes a tensor.
 CONTEXT_LEN_MAX = 1 << 20
 HIDDEN_SIZE_MAX = 1 << 16
+INTERMEDIATE_SIZE_MAX = 1 << 20
 LAYERS_MAX = 512
+HEADS_MAX = 1024
+HEAD_DIM_MAX = 1024
 VOCAB_ROWS_MAX = 1 << 22
+# Published drafts capture 5 or 6 layers; each more is a row's width in every message.
 CAPTURED_LAYERS_MAX = 32
+# Acceptance gains nothing beyond 16 rows; the metrics by position have a series for each.
 BLOCK_SIZE_MAX = 64
 # A safetensors header is JSON that is parsed before anything else is known about the file.
 SAFETENSORS_HEADER_BYTES_MAX = 64 * 1024 * 1024
+
+# --- KV storage and steps ------------------------------------------------------------------------
+
+# A page is what a request wastes at most; beyond this it is half of a usual context.
+PAGE_SIZE_MAX = 1024
+# Tokens of a KV pool: at 1 KiB a token, less than any model needs, these are 256 GiB.
+KV_TOKENS_MAX = 1 << 28
+# Prompt rows of a step. More stall whoever decodes for seconds on any device.
+EXTEND_ROWS_MAX = 1 << 16
 
 # --- drafter -------------------------------------------------------------------------------------
 
@@ -79,8 +95,8 @@ PROBE_INTERVAL_S = 1.0
 HANDSHAKE_DEADLINE_S = 2.0
 # Sessions are given back at the end; a drafter that does not answer this soon lets its leases expire.
 CLOSE_DEADLINE_S = 0.5
-# Messages sent and not answered. One step of 512 rows takes 10 at 8B scale, so three steps fit; all
-# of them together hold 64 MiB at most.
+# Messages sent and not answered. One step of 512 rows takes 10 at 8B scale, so three steps fit, and
+# all together hold 64 MiB at most. A single step that is larger goes out alone.
 MESSAGES_IN_FLIGHT_MAX = 32
 # Invalid drafts or non-finite states of one session: once may be chance, twice is its nature.
 SESSION_FAULTS_MAX = 2

@@ -33,10 +33,10 @@ class DrafterSettings(ServiceSettings):
         64, ge=1, le=limits.SESSIONS_MAX, description="sessions that may be open at once"
     )
     kv_tokens: int = Field(
-        65536, ge=1, le=1 << 28,
+        65536, ge=1, le=limits.KV_TOKENS_MAX,
         description="tokens of context that all sessions together can hold, draft blocks included",
     )  # fmt: skip
-    page_size: int = Field(64, ge=1, le=1024, description="tokens in a page of the KV cache")
+    page_size: int = Field(64, ge=1, le=limits.PAGE_SIZE_MAX, description="tokens in a page of the KV cache")
     lease_s: float = Field(
         limits.SESSION_LEASE_S, gt=0, le=3600, allow_inf_nan=False,
         description="seconds after which a session that no message named is closed",

@@ -42,9 +42,12 @@ class TargetSettings(ServiceSettings):
         description="longest prompt plus output, in tokens; default: the model's or --kv-tokens",
     )  # fmt: skip
     kv_tokens: int = Field(
-        16384, ge=2, le=1 << 26, description="tokens that the KV pool holds, all requests together"
+        16384,
+        ge=2,
+        le=limits.KV_TOKENS_MAX,
+        description="tokens that the KV pool holds, all requests together",
     )
-    page_size: int = Field(16, ge=1, le=1024, description="tokens of a KV page")
+    page_size: int = Field(16, ge=1, le=limits.PAGE_SIZE_MAX, description="tokens of a KV page")
     num_running_max: int = Field(
         32, ge=1, le=limits.REQUESTS_RUNNING_MAX, description="requests in a batch at most"
     )
@@ -53,7 +56,10 @@ class TargetSettings(ServiceSettings):
         description="requests that may wait; more are refused",
     )  # fmt: skip
     extend_rows_max: int = Field(
-        256, ge=1, le=65536, description="prompt tokens computed in a step, so that decoding requests go on"
+        256,
+        ge=1,
+        le=limits.EXTEND_ROWS_MAX,
+        description="prompt tokens computed in a step, so that decoding requests go on",
     )
 
     @property

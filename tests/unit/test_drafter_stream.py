@@ -37,6 +37,16 @@ def test_messages_in_flight_are_bounded_until_they_are_answered(stream: DrafterS
     assert len(stream.take_outgoing()) == 1
 
 
+def test_a_step_larger_than_the_bound_goes_out_when_nothing_else_is_on_the_way(stream: DrafterStream) -> None:
+    large = [pb.DraftRequest()] * (limits.MESSAGES_IN_FLIGHT_MAX + 3)
+    assert stream.send(large)
+    assert not stream.send([pb.DraftRequest()])
+    for _ in large:
+        stream.deliver(pb.DraftResponse())
+    assert stream.send([pb.DraftRequest()])
+    assert not stream.send(large)
+
+
 def test_a_reply_to_nothing_is_a_fault(stream: DrafterStream) -> None:
     with pytest.raises(PeerFault):
         stream.deliver(pb.DraftResponse())

@@ -8,7 +8,7 @@ from typing import Any
 from common import limits
 from common.errors import CheckpointError
 from common.layers.attention import BIDIRECTIONAL, Mask
-from common.weights import int_field
+from common.weights import flag_field, int_field, number_field
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DFlashConfig:
         architecture = (config.get("architectures") or [None])[0]
         if architecture != "DFlashDraftModel":
             raise CheckpointError("architectures", "must be DFlashDraftModel", given=architecture)
-        if config.get("attention_bias"):
+        if flag_field(config, "attention_bias"):
             raise CheckpointError("attention_bias", "must be false", given=True)
         if config.get("hidden_act", "silu") != "silu":
             raise CheckpointError("hidden_act", "must be silu", given=config["hidden_act"])
@@ -46,11 +46,11 @@ class DFlashConfig:
                 raise CheckpointError(key, "is not served yet; must be absent", given=config[key])
         draft = _draft_keys(config)
         num_layers = int_field(config, "num_hidden_layers", 1, limits.LAYERS_MAX)
-        num_heads = int_field(config, "num_attention_heads", 1, 1024)
+        num_heads = int_field(config, "num_attention_heads", 1, limits.HEADS_MAX)
         num_kv_heads = int_field(config, "num_key_value_heads", 1, num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError("num_key_value_heads", f"must divide {num_heads}", given=num_kv_heads)
-        head_dim = int_field(config, "head_dim", 2, 1024)
+        head_dim = int_field(config, "head_dim", 2, limits.HEAD_DIM_MAX)
         if head_dim % 2:
             raise CheckpointError("head_dim", "must be even (RoPE turns pairs)", given=head_dim)
         taps = draft["target_layer_ids"]
@@ -58,12 +58,12 @@ class DFlashConfig:
             raise CheckpointError("target_layer_ids", "must be a list of layer ids", given=taps)
         return cls(
             hidden_size=int_field(config, "hidden_size", 1, limits.HIDDEN_SIZE_MAX),
-            intermediate_size=int_field(config, "intermediate_size", 1, 1 << 20),
+            intermediate_size=int_field(config, "intermediate_size", 1, limits.INTERMEDIATE_SIZE_MAX),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_epsilon(config),
+            rms_norm_eps=number_field(config, "rms_norm_eps", 0, 1),
             vocab_size=int_field(config, "vocab_size", 1, limits.VOCAB_ROWS_MAX),
             max_len=int_field(config, "max_position_embeddings", 1, limits.CONTEXT_LEN_MAX),
             block_size=int_field(draft, "block_size", 2, limits.BLOCK_SIZE_MAX),
@@ -89,13 +89,6 @@ def _draft_keys(config: dict[str, Any]) -> dict[str, Any]:
             raise CheckpointError(key, "must be given in dflash_config or at the top level", given=None)
         found[key] = value
     return found
-
-
-def _epsilon(config: dict[str, Any]) -> float:
-    value = config.get("rms_norm_eps")
-    if not isinstance(value, float) or not 0 < value < 1:
-        raise CheckpointError("rms_norm_eps", "must be a number between 0 and 1", given=value)
-    return value
 
 
 def _layer_masks(config: dict[str, Any], num_layers: int) -> tuple[Mask, ...]:

@@ -19,8 +19,9 @@ from services.target.core.drafter_handshake import Agreement
 class DrafterStream:
     """Messages and replies of one connection.
 
-    What is sent and not yet delivered is bounded by MESSAGES_IN_FLIGHT_MAX, and each message has one
-    reply; so both queues are bounded by it too.
+    What is sent and not yet delivered is bounded by MESSAGES_IN_FLIGHT_MAX, or by one step where that
+    alone takes more (a limit that it could never pass would end drafting for good); and each message
+    has one reply, so both queues are bounded by it too.
     """
 
     def __init__(self, agreement: Agreement, wake: Callable[[], object]) -> None:
@@ -40,9 +41,10 @@ class DrafterStream:
         with self._changed:
             if self._is_shut:
                 raise PeerLost
-            if self._num_in_flight + len(requests) > limits.MESSAGES_IN_FLIGHT_MAX:
+            num_in_flight = self._num_in_flight + len(requests)
+            if self._num_in_flight and num_in_flight > limits.MESSAGES_IN_FLIGHT_MAX:
                 return False
-            self._num_in_flight += len(requests)
+            self._num_in_flight = num_in_flight
             self._outgoing.extend(requests)
             self._wake()
         return True

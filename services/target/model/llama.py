@@ -54,7 +54,7 @@ class LlamaConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise CheckpointError("hidden_act", "must be silu", given=config["hidden_act"])
         hidden_size = int_field(config, "hidden_size", 1, limits.HIDDEN_SIZE_MAX)
-        num_heads = int_field(config, "num_attention_heads", 1, 1024)
+        num_heads = int_field(config, "num_attention_heads", 1, limits.HEADS_MAX)
         num_kv_heads = int_field(config, "num_key_value_heads", 1, num_heads, default=num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError("num_key_value_heads", f"must divide {num_heads}", given=num_kv_heads)
@@ -62,11 +62,11 @@ class LlamaConfig:
         return cls(
             architecture="LlamaForCausalLM",
             hidden_size=hidden_size,
-            intermediate_size=int_field(config, "intermediate_size", 1, 1 << 20),
+            intermediate_size=int_field(config, "intermediate_size", 1, limits.INTERMEDIATE_SIZE_MAX),
             num_layers=int_field(config, "num_hidden_layers", 1, limits.LAYERS_MAX),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=int_field(config, "head_dim", 2, 1024, default=hidden_size // num_heads),
+            head_dim=int_field(config, "head_dim", 2, limits.HEAD_DIM_MAX, default=hidden_size // num_heads),
             rms_norm_eps=number_field(config, "rms_norm_eps", 0, 1),
             vocab_size=vocab_size,
             max_len=int_field(config, "max_position_embeddings", 1, limits.CONTEXT_LEN_MAX),
