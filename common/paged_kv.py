@@ -1,7 +1,8 @@
 """Pages of a KV cache: which are free, who owns which. Host bookkeeping only, no torch.
 
 A slot is `page * page_size + offset`. Page 0 is the sentinel: padding rows write there, nobody
-owns it, nobody reads it. Invariant (I3): free pages + owned pages = all pages.
+owns it, nobody reads it. Invariant (I3): free pages + pages in their owners' tables = all pages; whoever
+keeps the tables checks it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,6 @@ class PagePool:
         """Slots of the storage, the sentinel's included."""
         return (self.num_pages + 1) * self.page_size
 
-    @property
-    def num_unaccounted(self) -> int:
-        """Pages neither free nor owned; 0 unless there is a bug."""
-        return self.num_pages - len(self._free) - len(self._owned)
-
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold num_tokens."""
         return -(-num_tokens // self.page_size)
@@ -67,6 +63,10 @@ class PageTable:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._pages: list[int] = []
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._pages)
 
     @property
     def capacity(self) -> int:

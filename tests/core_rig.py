@@ -170,7 +170,7 @@ class Rig:
         owned = [page for r in self.scheduler.running if r.page_table for page in r.page_table.pages]
         assert len(set(owned)) == len(owned)
         assert len(owned) + self.pool.num_free == self.pool.num_pages
-        assert self.pool.num_unaccounted == 0
+        assert self.scheduler.num_pages_unaccounted == 0
         assert 0 not in owned
 
     def check_idle(self) -> None:

@@ -187,8 +187,7 @@ class SessionTable:
 
     @property
     def num_pages_used(self) -> int:
-        held = sum(session.pages.capacity for session in self._sessions.values())
-        return held // self._pool.page_size
+        return sum(session.pages.num_pages for session in self._sessions.values())
 
     @property
     def usage(self) -> float:

@@ -78,7 +78,7 @@ class TargetMetrics:
         self._running = m.gauge("num_requests_running", "Requests in the batch.")
         self._waiting = m.gauge("num_requests_waiting", "Requests that wait.")
         self._kv_usage = m.gauge("kv_cache_usage_perc", "Owned pages over all pages, 0 to 1.")
-        self._unaccounted = m.gauge("pages_unaccounted", "Pages neither free nor owned; must be 0.")
+        self._unaccounted = m.gauge("pages_unaccounted", "Pages neither free nor a request's; must be 0.")
         self._prompt_tokens = m.counter("prompt_tokens_total", "Prompt tokens computed.")
         self._output_tokens = m.counter("generation_tokens_total", "Tokens committed.")
         self._preemptions = m.counter(

@@ -132,7 +132,7 @@ class History:
     def check(self) -> None:
         """What holds after each step."""
         require = self.ledger.require
-        require(self.scheduler.pool.num_unaccounted == 0, "I3: pages of the target")
+        require(self.scheduler.num_pages_unaccounted == 0, "I3: pages of the target")
         require(self.link.life.table.num_pages_unaccounted == 0, "I3: pages of the drafter")
         sessions = self.drafter._sessions
         # Those that ended since the last post are still among them.

@@ -84,7 +84,7 @@ class World:
         owned = owned_pages(self.scheduler)
         assert len(owned) == len(set(owned)), "two requests share a page"
         assert len(owned) + pool.num_free == pool.num_pages
-        assert pool.num_unaccounted == 0
+        assert self.scheduler.num_pages_unaccounted == 0
         assert len(running) <= self.num_running_max
         assert len(set(names(batch))) == len(batch.scheduled), "a request is there twice"
         extends = 0
@@ -274,3 +274,12 @@ def test_a_removed_request_is_found_no_more_and_its_pages_are_named() -> None:
     assert scheduler.find("runs") is scheduler.find("waits") is scheduler.first() is None
     assert scheduler.take_ended_sessions() == [runs.session_id]
     assert scheduler.take_ended_sessions() == []
+
+
+def test_a_page_that_no_request_holds_and_that_is_not_free_shows() -> None:
+    scheduler = build_scheduler()
+    scheduler.add(build_request("a", 5))
+    scheduler.next_batch({})
+    assert scheduler.num_pages_unaccounted == 0
+    scheduler.pool.allocate(3)
+    assert scheduler.num_pages_unaccounted == 3

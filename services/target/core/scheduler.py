@@ -83,6 +83,12 @@ class Scheduler:
         """In order of admission."""
         return list(self._running)
 
+    @property
+    def num_pages_unaccounted(self) -> int:
+        """Pages that are neither free nor some running request's; 0 unless there is a bug (I3)."""
+        held = sum(r.page_table.num_pages for r in self._running if r.page_table is not None)
+        return self.pool.num_pages - self.pool.num_free - held
+
     def add(self, request: Request) -> None:
         """Queue a new request. Its tokens must fit the pool when it runs alone."""
         assert self.pool.pages_for(len(request.prompt) + request.max_new_tokens) <= self.pool.num_pages

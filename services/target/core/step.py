@@ -136,8 +136,9 @@ class StepLoop:
     def _take_stats(self) -> CoreStats:
         scheduler, pool = self._scheduler, self._scheduler.pool
         return CoreStats(
-            scheduler.num_running, scheduler.num_waiting, pool.num_pages, pool.num_free, pool.num_unaccounted
-        )
+            scheduler.num_running, scheduler.num_waiting,
+            pool.num_pages, pool.num_free, scheduler.num_pages_unaccounted,
+        )  # fmt: skip
 
     def _rewind_lost_contexts(self) -> None:
         """Give drafter sessions that lost their context a new one, where that is cheap."""
