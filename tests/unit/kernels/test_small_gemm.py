@@ -1,0 +1,41 @@
+"""The GEMM of few rows, in Triton's interpreter; tests/gpu runs the same checks compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.kernels.gemm_plans import GemmPlan, Tile
+from tests.kernel_checks import small_gemm as checks
+
+SEED = 20261201
+
+
+@pytest.mark.parametrize("swap", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_products_equal_the_reference_and_nothing_beside_them_is_touched(
+    dtype: torch.dtype, swap: bool
+) -> None:
+    checks.check_equals_reference("cpu", dtype, SEED, swap=swap)
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_the_fused_gated_product_equals_the_reference(swap: bool) -> None:
+    checks.check_swiglu_equals_reference("cpu", torch.float32, SEED, swap=swap)
+
+
+@pytest.mark.parametrize("split", [1, 3])
+def test_a_row_has_the_same_bits_alone_and_among_others(split: int) -> None:
+    checks.check_rows_are_independent("cpu", torch.float32, SEED, split=split)
+
+
+def test_a_plan_takes_the_smallest_tile_that_holds_all_rows_and_the_largest_beyond() -> None:
+    small, large = Tile(64, 64, 16, 3), Tile(64, 64, 64, 3)
+    plan = GemmPlan(1, (small, large))
+    assert [plan.tile_for(n) for n in (1, 16, 17, 64, 65)] == [small, small, large, large, large]
+
+
+def test_parts_of_k_cover_it_and_none_is_empty() -> None:
+    for k, split in ((4096, 4), (12288, 12), (576, 2), (1536, 8), (400, 3)):
+        length = GemmPlan(split, ()).k_split(k)
+        assert (split - 1) * length < k <= split * length
