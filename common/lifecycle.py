@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from common.log import get_log
 
@@ -145,6 +147,14 @@ class Lifecycle:
         assert state in TRANSITIONS[self.state], f"{self.state} to {state}"
         self.state = state
         log.info("service_state", state=state.value)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once. Python would first wait for every thread, also for one that hangs in a
+    device call and that nobody can stop; what had to end has ended by now."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 async def watch_event_loop(observe_lag: Callable[[float], None]) -> None:

@@ -35,6 +35,9 @@ SEED_MAX = 2**64 - 1
 # that is better served by RESOURCE_EXHAUSTED, which a gateway retries elsewhere.
 REQUESTS_WAITING_MAX = 512
 REQUESTS_RUNNING_MAX = 256
+# The core's present step has this long to end when the service stops. It is some 30 ms of decoding or a
+# second of prefill; one that takes longer than this hangs.
+CORE_STOP_DEADLINE_S = 8.0
 # Commands (submit, abort) between the front and the core before the front refuses work.
 CORE_INBOX_MAX = 2048
 # Calls that one server answers at once: all requests that may wait or run, and room for health, Abort

@@ -10,6 +10,7 @@ import sys
 
 from common.config import load_settings_or_exit
 from common.errors import TandemError
+from common.lifecycle import leave
 from common.log import configure_log, get_log
 from services.drafter.config import DrafterSettings
 
@@ -34,4 +35,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -61,5 +61,5 @@ class EngineThread:
         return 0.0 if since_s is None else self._clock() - since_s
 
     def close(self) -> None:
-        """No more jobs; does not wait for one that hangs."""
+        """No more jobs; does not wait for one that hangs (see common.lifecycle.leave)."""
         self._thread.shutdown(wait=False, cancel_futures=True)

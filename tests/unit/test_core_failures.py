@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from common import limits
 from common.errors import Unavailable
 from services.target.core.request import RequestFailed
-from tests.core_thread_rig import WAIT_S, Bench
+from tests.core_thread_rig import WAIT_S, Bench, wait_until
 
 
 def test_stopping_fails_what_is_left_exactly_once() -> None:
@@ -29,6 +30,19 @@ def test_stopping_fails_what_is_left_exactly_once() -> None:
     assert bench.num_failures == 0
     assert bench.scheduler.pool.num_free == bench.scheduler.pool.num_pages
     bench.core.stop()
+
+
+def test_stopping_does_not_wait_for_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CORE_STOP_DEADLINE_S", 0.1)
+    bench = Bench()
+    bench.gate.open.clear()
+    caller = bench.submit("a")
+    bench.core.start()
+    wait_until(lambda: bench.scheduler.num_running == 1)
+    with pytest.raises(TimeoutError):
+        bench.core.stop()
+    bench.gate.open.set()
+    assert isinstance(caller.wait(), RequestFailed)
 
 
 def test_stopping_fails_a_request_that_still_waits_in_the_inbox() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from common import lifecycle
 from common.lifecycle import Lifecycle, State, watch_event_loop
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -178,3 +183,14 @@ async def test_background_work_that_trips_over_the_stop_is_no_failure() -> None:
     await until_serving(life)
     life.ask_stop()
     assert await running == 0
+
+
+def test_a_process_that_leaves_does_not_wait_for_a_thread_that_hangs() -> None:
+    program = (
+        "import concurrent.futures, time; from common.lifecycle import leave; "
+        "concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 60); print('told'); leave(3)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, "told\n")

@@ -100,11 +100,13 @@ class Core:
             self._refusal = self._refusal or "service is draining"
 
     def stop(self) -> None:
-        """Fail what is left and join the thread."""
+        """Fail what is left and join the thread; TimeoutError when its step hangs."""
         self.drain()
         self._stopping.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(limits.CORE_STOP_DEADLINE_S)
+        if self._thread.is_alive():
+            raise TimeoutError("the core hangs in a step")
 
     def _put(self, command: Request | str) -> None:
         try:
