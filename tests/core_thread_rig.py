@@ -86,7 +86,7 @@ class Bench:
         self.failed = threading.Event()
         self.core = Core(
             self.scheduler, self.loop, self.source,
-            num_known_max=num_known_max, on_failure=self._on_failure,
+            num_known_max=num_known_max, on_failure=self._on_failure, prepare=lambda: None,
         )  # fmt: skip
 
     def _on_failure(self) -> None:

@@ -12,6 +12,7 @@ from common.config import load_settings_or_exit
 from common.errors import TandemError
 from common.lifecycle import leave
 from common.log import configure_log, get_log
+from common.spinning import limit_spinning
 from services.drafter.config import DrafterSettings
 
 
@@ -20,6 +21,7 @@ def main() -> int:
     settings = load_settings_or_exit(DrafterSettings, "services.drafter")
     configure_log(settings.log_level, "drafter")
     get_log("drafter").info("configuration", **settings.model_dump())
+    limit_spinning()
     # Imported here: `--help` and a wrong setting need not wait seconds for torch.
     from services.drafter.service import load_model, serve
 

@@ -25,11 +25,15 @@ class EngineThread:
     """Runs jobs one after another. `on_failure` is called, on that thread, when one raises our bug."""
 
     def __init__(
-        self, on_failure: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        on_failure: Callable[[str], None],
+        prepare: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """prepare is called once, on that thread, before the first job."""
         self._on_failure = on_failure
         self._clock = clock
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine", initializer=prepare)
         self._busy_since_s: float | None = None
         self._failed = False
 

@@ -6,11 +6,10 @@ Composition only; what the parts do is said in their modules.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import Callable
-
-import torch
 
 from common.address import Address
 from common.embedding import load_shared_weights
@@ -21,6 +20,7 @@ from common.model_dir import resolve_model_dir
 from common.paged_kv import PagePool
 from common.pb.tandem.v1 import drafter_pb2_grpc
 from common.rpc import HEALTH_METHODS, RpcServer, method_names
+from common.threads import confine_tensor_work, spread_tensor_work
 from common.wire import dtype_from_name
 from services.drafter.config import DrafterSettings
 from services.drafter.desk import DrafterDesk, DrafterFacts
@@ -66,7 +66,8 @@ class DrafterService:
         )
         runner = StepRunner(table, DraftEngine(model, pool), facts.target.vocab_rows)
         self._desk = DrafterDesk(facts, table, runner, self._metrics)
-        self._engine_thread = EngineThread(on_failure)
+        prepare = functools.partial(spread_tensor_work, settings.threads)
+        self._engine_thread = EngineThread(on_failure, prepare)
         self._servicer = DrafterServicer(facts, self._desk, self._engine_thread)
         self._rpc = RpcServer([SERVICE.full_name], self._calls.observe_server_call)
         drafter_pb2_grpc.add_DrafterServiceServicer_to_server(self._servicer, self._rpc.server)
@@ -112,8 +113,7 @@ class DrafterService:
 
 def load_model(settings: DrafterSettings) -> tuple[DFlash, DrafterFacts]:
     """Read and check both checkpoints. Raises ConfigError or CheckpointError."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    confine_tensor_work()
     draft_dir = resolve_model_dir(settings.model, field="model")
     target_dir = resolve_model_dir(settings.target_model, field="target_model")
     shared, target = load_shared_weights(target_dir, dtype_from_name(settings.dtype))

@@ -10,8 +10,6 @@ import functools
 import uuid
 from pathlib import Path
 
-import torch
-
 from common.config import ServiceSettings
 from common.errors import ConfigError
 from common.lifecycle import Lifecycle, watch_event_loop
@@ -21,6 +19,7 @@ from common.model_dir import resolve_model_dir
 from common.paged_kv import PagePool
 from common.pb.tandem.v1 import target_pb2_grpc
 from common.rpc import HEALTH_METHODS, RpcServer, method_names, open_channel
+from common.threads import confine_tensor_work, spread_tensor_work
 from common.wire import dtype_from_name
 from services.target.config import TargetSettings
 from services.target.core.core import Core
@@ -71,8 +70,7 @@ class TargetService:
 
 def load_model(settings: TargetSettings) -> Llama:
     """The model, read and checked. Raises ConfigError or CheckpointError."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    confine_tensor_work()
     return Llama.load(resolve_model_dir(settings.model), dtype_from_name(settings.dtype))
 
 
@@ -96,6 +94,7 @@ async def serve(settings: TargetSettings, model: Llama) -> int:
         StepLoop(scheduler, Engine(model, pool), draft_source, observer),
         draft_source,
         num_known_max=settings.num_running_max + settings.num_waiting_max,
+        prepare=functools.partial(spread_tensor_work, settings.threads),
         on_failure=lambda: life.fail("core"),
     )
     servicer = TargetServicer(

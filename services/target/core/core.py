@@ -29,15 +29,17 @@ class Core:
 
     def __init__(
         self, scheduler: Scheduler, loop: StepLoop, draft_source: DraftSource, *,
-        num_known_max: int, on_failure: Callable[[], None],
+        num_known_max: int, on_failure: Callable[[], None], prepare: Callable[[], None],
     ) -> None:  # fmt: skip
-        """num_known_max bounds waiting and running requests together. on_failure is called once, on
-        the core's thread, when the step loop died and every request was failed."""
+        """num_known_max bounds waiting and running requests together. On the core's thread, prepare is
+        called once before the first step, and on_failure once when the step loop died and every request
+        was failed."""
         self._scheduler = scheduler
         self._loop = loop
         self._draft_source = draft_source
         self._num_known_max = num_known_max
         self._on_failure = on_failure
+        self._prepare = prepare
         self._inbox: queue.Queue[Request | str] = queue.Queue(maxsize=limits.CORE_INBOX_MAX)
         self._lock = threading.Lock()
         self._known: dict[str, Request] = {}
@@ -116,6 +118,7 @@ class Core:
 
     def _run(self) -> None:
         try:
+            self._prepare()
             while not self._stopping.is_set():
                 self._take_commands()
                 # An idle step hands ended sessions over and lets the drafter's link settle.
