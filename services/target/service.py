@@ -91,7 +91,7 @@ async def serve(settings: TargetSettings, model: Llama) -> int:
     )
     core = Core(
         scheduler,
-        StepLoop(scheduler, Engine(model, pool), draft_source, observer),
+        StepLoop(scheduler, Engine(model, pool, settings.device), draft_source, observer),
         draft_source,
         num_known_max=settings.num_running_max + settings.num_waiting_max,
         prepare=functools.partial(spread_tensor_work, settings.threads),
