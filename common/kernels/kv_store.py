@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.kernels.overlap import admit_next, await_previous
+
 
 def store_qkv(
     qkv: torch.Tensor,
@@ -25,6 +27,7 @@ def store_qkv(
     v_cache: torch.Tensor,
     *,
     eps: float = 0.0,
+    pdl: bool = False,
 ) -> None:
     """Split a fused projection: q normed and rotated into q_out, K/V into their slots.
 
@@ -32,7 +35,7 @@ def store_qkv(
     `[N]` int32 or int64; cos, sin `[max_positions, head_dim]` fp32, halves repeated (only the first is
     read); q_norm, k_norm `[head_dim]`, both or neither; q_out `[N, num_heads, head_dim]`; caches
     `[num_slots, num_kv_heads, head_dim]`. Padding rows need a position of the table and a slot of page 0.
-    Rounds where common.layers does: after the norm, after its weight, after the rotation.
+    Rounds where common.layers does: after the norm, after its weight, after the rotation. pdl: see overlap.
 
     Bytes: qkv read and written once (12 KiB a row each way at Qwen3-8B's shapes): far below a launch.
     """
@@ -47,7 +50,7 @@ def store_qkv(
         q_out, k_cache, v_cache, eps, qkv.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         GROUP_BLOCK=triton.next_power_of_2(num_heads // num_kv_heads), HAS_NORM=q_norm is not None,
-        num_warps=1,
+        PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -62,6 +65,7 @@ def store_context(
     finite: torch.Tensor,
     *,
     eps: float,
+    pdl: bool = False,
 ) -> None:
     """Context K/V of all draft layers from the stacked projection, normed, rotated and stored.
 
@@ -79,7 +83,8 @@ def store_context(
         context_kv, positions, slots, cos, sin, k_norms, kv, finite, eps,
         context_kv.stride(0), kv.stride(0), kv.stride(1),
         NUM_LAYERS=num_layers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        HEADS_BLOCK=triton.next_power_of_2(num_kv_heads), num_warps=2,
+        HEADS_BLOCK=triton.next_power_of_2(num_kv_heads), PDL=pdl, num_warps=2,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -112,9 +117,11 @@ def _store_qkv_kernel(
     qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_out_ptr, k_ptr, v_ptr,
     eps, row_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A K/V head of a row and the query heads that share it."""
+    await_previous(PDL)
+    admit_next(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0).to(tl.int64)
@@ -156,8 +163,11 @@ def _store_context_kernel(
     both_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, k_norms_ptr, kv_ptr, finite_ptr, eps,
     row_stride, layer_stride, part_stride,
     NUM_LAYERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """All K/V heads of a row in a layer."""
+    await_previous(PDL)
+    admit_next(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     PART: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     row = tl.program_id(0).to(tl.int64)

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.kernels.overlap import admit_next, await_previous
+
 
 def add_rms_norm(
     x: torch.Tensor,
@@ -15,12 +17,14 @@ def add_rms_norm(
     *,
     eps: float,
     captured: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """x += added; out = x / sqrt(mean(x²) + eps) · weight, statistics in fp32.
 
     x, added, out `[N, H]` with contiguous rows, weight `[H]`; x is changed in place unless added is None.
     captured `[N, H]` with any row stride gets a copy of the sum: the residual stream after the layer before,
     which the drafter asks for, without a launch of its own. Rounds where common.layers.norm does.
+    pdl: see overlap.
 
     Bytes: x and added read, x and out written; a launch is longer than that below 500 rows of 4096.
     """
@@ -32,8 +36,8 @@ def add_rms_norm(
         x, x if added is None else added, weight, out, x if captured is None else captured, eps, hidden,
         x.stride(0), 0 if added is None else added.stride(0), out.stride(0),
         0 if captured is None else captured.stride(0),
-        BLOCK=block, HAS_ADDED=added is not None, HAS_CAPTURED=captured is not None,
-        num_warps=min(16, max(1, block // 512)),
+        BLOCK=block, HAS_ADDED=added is not None, HAS_CAPTURED=captured is not None, PDL=pdl,
+        num_warps=min(16, max(1, block // 512)), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -42,11 +46,14 @@ def _add_rms_norm_kernel(
     x_ptr, added_ptr, weight_ptr, out_ptr, captured_ptr, eps, hidden,
     x_stride, added_stride, out_stride, captured_stride,
     BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_CAPTURED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     exists = places < hidden
     weight = tl.load(weight_ptr + places, mask=exists, other=0.0).to(tl.float32)
+    await_previous(PDL)
+    admit_next(PDL)
     x = tl.load(x_ptr + row * x_stride + places, mask=exists, other=0.0)
     kind = x.dtype
     if HAS_ADDED:

@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
-from common.kernels.kv_chunks import add_chunk, chunk_of, chunk_start, num_chunks, whole_power
+from common.kernels.attention_kernels import add_kernel, attention_kernel
+from common.kernels.kv_chunks import num_chunks
 
 # Up to so many (row tile, K/V head) pairs the keys are split over programs; above, pairs fill the GPU.
 SPLIT_PAIRS_MAX = 96
@@ -49,7 +48,7 @@ class Tile:
     def of(cls, dtype: torch.dtype) -> Tile:
         """The tile of an element type. Never of a row count."""
         # fp32 is multiplied without tensor cores, and each product is unrolled: small tiles compile.
-        return cls(16, 32, 128, 4, 2) if dtype == torch.float32 else cls(64, 64, 128, 4, 5)
+        return cls(16, 32, 128, 4, 2) if dtype == torch.float32 else cls(64, 64, 128, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,7 @@ def paged_attention(
     causal: bool,
     window: int | None = None,
     split: bool | None = None,
+    pdl: bool = False,
 ) -> None:
     """out = softmax(q·kᵀ·scale)·v for rows that are the last of their sequence's keys.
 
@@ -116,7 +116,7 @@ def paged_attention(
     stride along pages; kv_lens `[S]` int32 counts the keys including the rows just stored; 0 is padding.
     rows: each sequence's number of rows (N = S · rows; decode 1, verify and draft block_size), or RaggedRows.
     causal hides keys after a row; window hides keys `window` or more before it. split is for tests and
-    measurements: None lets the launch's shape decide, which does not change a bit.
+    measurements: None lets the launch's shape decide, which does not change a bit. pdl: see overlap.
 
     Never read: keys beyond kv_lens and the pages that would hold them. Never written: rows of padding
     sequences. A key hidden from a row does not reach it even when K is NaN (see kv_store for V).
@@ -160,234 +160,16 @@ def paged_attention(
         "TILE_ROWS": tile.rows,
         "TILE_KEYS": tile.keys,
         "FIRST_CHUNK": tile.first_chunk,
+        "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
     }
-    _attention_kernel[(num_pairs, lanes)](
+    attention_kernel[(num_pairs, lanes)](
         q, k_cache, v_cache, page_table, out, workspace.partial, workspace.peaks_totals,
         page_table.stride(0), scale * _LOG2_E, *where, **fixed, PAGE_SIZE=page_size, SPLIT=split,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if split:
-        _add_kernel[(num_pairs, tile.rows // _ADD_ROWS)](
+        add_kernel[(num_pairs, tile.rows // _ADD_ROWS)](
             out, workspace.partial, workspace.peaks_totals, *where, **fixed, ROWS=_ADD_ROWS,
             UNROLL=_ADD_UNROLL, num_warps=4,
         )  # fmt: skip
-
-
-@triton.jit
-def _find_rows(
-    pair, kv_lens_ptr, row_starts_ptr, tiles_ptr, rows_each,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RAGGED: tl.constexpr, TILE_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Sequence of a pair, its kv_len (0: nothing to do), first row, number of rows, and the pair's tile."""
-    if RAGGED:
-        sequence = tl.load(tiles_ptr + pair // NUM_KV_HEADS * 2)
-        tile = tl.load(tiles_ptr + pair // NUM_KV_HEADS * 2 + 1)
-        exists = sequence >= 0
-        sequence = tl.maximum(sequence, 0)
-        row_start = tl.load(row_starts_ptr + sequence)
-        num_rows = tl.load(row_starts_ptr + sequence + 1) - row_start
-        kv_len = tl.load(kv_lens_ptr + sequence, mask=exists, other=0)
-    else:
-        tiles_each = tl.cdiv(rows_each * (NUM_HEADS // NUM_KV_HEADS), TILE_ROWS)
-        sequence = pair // NUM_KV_HEADS // tiles_each
-        tile = pair // NUM_KV_HEADS % tiles_each
-        row_start = sequence * rows_each
-        num_rows = rows_each
-        kv_len = tl.load(kv_lens_ptr + sequence)
-    return sequence, kv_len, row_start, num_rows, tile
-
-
-@triton.jit
-def _reach(
-    kv_len, num_rows, tile, window,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
-):  # fmt: skip
-    """Keys [low, stop) that a tile's rows see; low in whole blocks, as a chunk is always cut the same."""
-    first = kv_len - num_rows
-    stop = kv_len
-    if CAUSAL:
-        last_row = tl.minimum((tile * TILE_ROWS + TILE_ROWS - 1) // GROUP, num_rows - 1)
-        stop = first + last_row + 1
-    low = tl.maximum(first + tile * TILE_ROWS // GROUP - window + 1, 0) // TILE_KEYS * TILE_KEYS
-    return low, stop
-
-
-@triton.jit
-def _add_block(
-    peak, total, mixed, q, k_head, v_head, page_row, positions, start, stop, window, scale_log2,
-    KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-):  # fmt: skip
-    """One block of keys [start, start + TILE_KEYS), cut at stop, added to a chunk's running sums."""
-    keys = start + tl.arange(0, TILE_KEYS)
-    dims = tl.arange(0, HEAD_DIM)
-    pages = tl.load(page_row + keys // PAGE_SIZE, mask=keys < stop, other=0)
-    slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
-    offsets = slots[:, None] * KEY_STRIDE + dims[None, :]
-    k = tl.load(k_head + offsets, mask=(keys < stop)[:, None], other=0.0)
-    v = tl.load(v_head + offsets, mask=(keys < stop)[:, None], other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    visible = (keys < stop)[None, :] & (positions[:, None] - keys[None, :] < window)
-    if CAUSAL:
-        visible = visible & (keys[None, :] <= positions[:, None])
-    scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.ceil(tl.max(scores, 1) * scale_log2))
-    # A row that has seen no key yet: -inf minus -inf would be NaN.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    # A named fma: a compiler that fuses in one launch's kernel and not in another's would change bits.
-    weights = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
-    fade = whole_power(peak - base)
-    total = total * fade + tl.sum(weights, 1)
-    mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
-    return new_peak, total, mixed
-
-
-@triton.jit
-def _divide(mixed, total):
-    """Mixed values over the total weight; rows that do not exist have none."""
-    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-
-
-@triton.jit
-def _sum_of_chunks(
-    partial_ptr, peaks_totals_ptr, num_chunks, rows, exists,
-    TILE_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Partial sums of a pair's chunks, added in order, for some rows of its tile; divided at the end."""
-    places = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    for base in range(0, num_chunks, UNROLL):
-        # Unrolled so that loads of several chunks are in flight; what is past the end adds exact zeros.
-        for i in tl.static_range(UNROLL):
-            mask = exists & (rows * 0 + base + i < num_chunks)
-            row_ptr = peaks_totals_ptr + (base + i) * 2 * TILE_ROWS + rows
-            chunk_peak = tl.load(row_ptr, mask=mask, other=float("-inf"), cache_modifier=".cg")
-            chunk_total = tl.load(row_ptr + TILE_ROWS, mask=mask, other=0.0, cache_modifier=".cg")
-            chunk_mixed = tl.load(
-                partial_ptr + (base + i) * TILE_ROWS * HEAD_DIM + places, mask=mask[:, None], other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-            peak, total, mixed = add_chunk(peak, total, mixed, chunk_peak, chunk_total, chunk_mixed)
-    return _divide(mixed, total)
-
-
-@triton.jit(do_not_specialize=["page_row_stride", "rows_each", "window", "chunks_max"])
-def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, page_table_ptr, out_ptr, partial_ptr, peaks_totals_ptr,
-    page_row_stride, scale_log2, kv_lens_ptr, row_starts_ptr, tiles_ptr, rows_each, window, chunks_max,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, FIRST_CHUNK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Program (pair, lane): all chunks of a pair's keys, or when SPLIT each lane-th one."""
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    KEY_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    pair = tl.program_id(0)
-    lane = tl.program_id(1)
-    kv_head = pair % NUM_KV_HEADS
-    sequence, kv_len, row_start, num_rows, tile = _find_rows(
-        pair, kv_lens_ptr, row_starts_ptr, tiles_ptr, rows_each, NUM_HEADS, NUM_KV_HEADS, RAGGED, TILE_ROWS
-    )
-    if kv_len == 0:
-        return
-    low, stop = _reach(kv_len, num_rows, tile, window, GROUP, CAUSAL, TILE_ROWS, TILE_KEYS)
-    chunk_low = 0
-    chunks_here = 1
-    if SPLIT:
-        chunk_low = chunk_of(low, FIRST_CHUNK)
-        chunks_here = chunk_of(stop - 1, FIRST_CHUNK) + 1 - chunk_low
-        if lane >= chunks_here:
-            return
-
-    # The query heads of a token that share a K/V head are rows side by side.
-    in_tile = tl.arange(0, TILE_ROWS)
-    dims = tl.arange(0, HEAD_DIM)
-    rows = (tile * TILE_ROWS + in_tile) // GROUP
-    heads = kv_head * GROUP + (tile * TILE_ROWS + in_tile) % GROUP
-    places = ((row_start + rows).to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-    exists = rows < num_rows
-    q = tl.load(q_ptr + places, mask=exists[:, None], other=0.0)
-    positions = kv_len - num_rows + rows
-
-    page_row = page_table_ptr + sequence.to(tl.int64) * page_row_stride
-    k_head = k_ptr + kv_head * HEAD_DIM
-    v_head = v_ptr + kv_head * HEAD_DIM
-    nothing = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    zero = tl.zeros([TILE_ROWS], tl.float32)
-    zeros = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
-
-    if SPLIT:
-        for nth in range(lane, chunks_here, tl.num_programs(1)):
-            chunk_low_key = tl.maximum(chunk_start(chunk_low + nth, FIRST_CHUNK), low)
-            chunk_stop = tl.minimum(chunk_start(chunk_low + nth + 1, FIRST_CHUNK), stop)
-            peak, total, mixed = nothing, zero, zeros
-            for start in tl.range(chunk_low_key, chunk_stop, TILE_KEYS):
-                peak, total, mixed = _add_block(
-                    peak, total, mixed, q, k_head, v_head, page_row, positions, start, stop, window,
-                    scale_log2, KEY_STRIDE, HEAD_DIM, PAGE_SIZE, CAUSAL, TILE_KEYS,
-                )  # fmt: skip
-            if chunks_here == 1:
-                result = _divide(mixed, total).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + places, result, mask=exists[:, None])
-            else:
-                at = pair.to(tl.int64) * chunks_max + nth
-                squares = in_tile[:, None] * HEAD_DIM + dims[None, :]
-                tl.store(partial_ptr + at * TILE_ROWS * HEAD_DIM + squares, mixed, mask=exists[:, None])
-                tl.store(peaks_totals_ptr + at * 2 * TILE_ROWS + in_tile, peak)
-                tl.store(peaks_totals_ptr + at * 2 * TILE_ROWS + TILE_ROWS + in_tile, total)
-    else:
-        peak, total, mixed = nothing, zero, zeros
-        chunk_peak, chunk_total, chunk_mixed = nothing, zero, zeros
-        for start in tl.range(low, stop, TILE_KEYS):
-            chunk_peak, chunk_total, chunk_mixed = _add_block(
-                chunk_peak, chunk_total, chunk_mixed, q, k_head, v_head, page_row, positions, start, stop,
-                window, scale_log2, KEY_STRIDE, HEAD_DIM, PAGE_SIZE, CAUSAL, TILE_KEYS,
-            )  # fmt: skip
-            # By selection, not by a branch: a branch would end the pipelining of loads.
-            after = start + TILE_KEYS
-            ends = (after >= stop) | (chunk_start(chunk_of(after, FIRST_CHUNK), FIRST_CHUNK) == after)
-            new_peak, new_total, new_mixed = add_chunk(
-                peak, total, mixed, chunk_peak, chunk_total, chunk_mixed
-            )
-            peak, total = tl.where(ends, new_peak, peak), tl.where(ends, new_total, total)
-            mixed = tl.where(ends, new_mixed, mixed)
-            chunk_peak, chunk_total = tl.where(ends, nothing, chunk_peak), tl.where(ends, zero, chunk_total)
-            chunk_mixed = tl.where(ends, zeros, chunk_mixed)
-        result = _divide(mixed, total).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + places, result, mask=exists[:, None])
-
-
-@triton.jit(do_not_specialize=["rows_each", "window", "chunks_max"])
-def _add_kernel(
-    out_ptr, partial_ptr, peaks_totals_ptr,
-    kv_lens_ptr, row_starts_ptr, tiles_ptr, rows_each, window, chunks_max,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, FIRST_CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Program (pair, i): ROWS rows of a pair's tile. Nothing to do where one chunk was all."""
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    pair = tl.program_id(0)
-    sequence, kv_len, row_start, num_rows, tile = _find_rows(
-        pair, kv_lens_ptr, row_starts_ptr, tiles_ptr, rows_each, NUM_HEADS, NUM_KV_HEADS, RAGGED, TILE_ROWS
-    )
-    in_tile = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    rows = (tile * TILE_ROWS + in_tile) // GROUP
-    if (kv_len == 0) | ((tile * TILE_ROWS + tl.program_id(1) * ROWS) // GROUP >= num_rows):
-        return
-    low, stop = _reach(kv_len, num_rows, tile, window, GROUP, CAUSAL, TILE_ROWS, TILE_KEYS)
-    chunks_here = chunk_of(stop - 1, FIRST_CHUNK) + 1 - chunk_of(low, FIRST_CHUNK)
-    if chunks_here == 1:
-        return
-    at = pair.to(tl.int64) * chunks_max
-    exists = rows < num_rows
-    result = _sum_of_chunks(
-        partial_ptr + at * TILE_ROWS * HEAD_DIM, peaks_totals_ptr + at * 2 * TILE_ROWS, chunks_here, in_tile,
-        exists, TILE_ROWS, HEAD_DIM, ROWS, UNROLL,
-    )  # fmt: skip
-    heads = pair % NUM_KV_HEADS * GROUP + (tile * TILE_ROWS + in_tile) % GROUP
-    places = (row_start + rows).to(tl.int64) * NUM_HEADS + heads
-    places = places[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), mask=exists[:, None])

@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.timeout(300),  # compiles
 ]
 if torch.cuda.is_available():
-    from tests.kernel_checks import kv_store, norm, swiglu
+    from tests.kernel_checks import kv_store, layer_chain, norm, swiglu
 
 SEED = 20261206
 DTYPES = [torch.bfloat16, torch.float32]
@@ -45,3 +45,9 @@ def test_the_residual_is_added_normed_and_captured(dtype: torch.dtype, hidden: i
 def test_the_gate_opens_for_the_other_half(dtype: torch.dtype) -> None:
     for inner in (12288, 1536, 1000):
         swiglu.check_swiglu("cuda", dtype, SEED, 16, inner)
+
+
+def test_overlapped_launches_give_the_bits_of_launches_in_turn() -> None:
+    """Each kernel of the chain reads what the one before wrote; recorded as a graph, as they are served."""
+    in_turn, overlapped = (layer_chain.run("cuda", torch.bfloat16, SEED, pdl=pdl) for pdl in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(in_turn, overlapped, strict=True))

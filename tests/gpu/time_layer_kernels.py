@@ -28,7 +28,7 @@ QWEN3_8B, SMOLLM2 = (32, 8, 128), (9, 3, 64)
 BF16 = torch.bfloat16
 # A change of tile changes rows' bits everywhere: tried here, then written into Tile.of.
 VARIANTS = {
-    f"c{chunk}s{stages}": Tile(64, 64, chunk, 4, stages) for chunk in (128, 256) for stages in (2, 3, 4)
+    f"c{chunk}s{stages}": Tile(64, 64, chunk, 4, stages) for chunk, stages in ((128, 3), (128, 2), (256, 3))
 }
 
 
@@ -74,20 +74,23 @@ class Setting:
         self.rows: int | RaggedRows = r
         self.page_size, self.dim, self.kv_len = page_size, dim, kv_len
 
-    def run(self, tile: Tile, split: bool, workspace: AttentionWorkspace, layers: int) -> None:
+    def run(
+        self, tile: Tile, split: bool, pdl: bool, workspace: AttentionWorkspace, layers: int
+    ) -> None:
         Tile.of = classmethod(lambda cls, dtype: tile)  # type: ignore[method-assign, assignment]
         for layer in range(layers):
             paged_attention.paged_attention(
                 self.q, self.kv[layer, 0], self.kv[layer, 1], self.table, self.kv_lens, self.out, workspace,
                 rows=self.rows, page_size=self.page_size, scale=self.dim**-0.5, causal=True, split=split,
+                pdl=pdl,
             )  # fmt: skip
 
 
-def modes(s: int, heads: tuple[int, int, int]) -> dict[str, bool]:
-    """Name and `split` of the launches worth a try."""
-    found = {"walk": False} if s >= 8 else {}
+def modes(s: int, heads: tuple[int, int, int]) -> dict[str, tuple[bool, bool]]:
+    """Name, `split` and `pdl` of the launches worth a try."""
+    found = {"walk": (False, False), "walk+pdl": (False, True)} if s >= 8 else {}
     if s * heads[1] <= 128:
-        found["split"] = True
+        found |= {"split": (True, False), "split+pdl": (True, True)}
     return found
 
 
@@ -97,8 +100,8 @@ def compile_variant(name: str) -> None:
         for s in (1, 8):
             setting = Setting(heads, s, 16 if heads == QWEN3_8B else 8, 200, 16)
             workspace = AttentionWorkspace.allocate(4096, heads[2], BF16, "cuda")
-            for split in modes(s, heads).values():
-                setting.run(VARIANTS[name], split, workspace, 1)
+            for mode in modes(s, heads).values():
+                setting.run(VARIANTS[name], *mode, workspace, 1)
     torch.cuda.synchronize()
 
 
@@ -114,13 +117,13 @@ def time_attention(results: list[dict[str, Any]]) -> None:
             wrong = []
             for name, tile in VARIANTS.items():
                 bits = None
-                for mode, split in modes(s, heads).items():
+                for mode, how in modes(s, heads).items():
                     setting.out.zero_()
-                    setting.run(tile, split, workspace, 1)
+                    setting.run(tile, *how, workspace, 1)
                     bits = setting.out.clone() if bits is None else bits
                     if not torch.equal(setting.out, bits):
                         wrong.append(f"{name}/{mode}")
-                    run = partial(setting.run, tile, split, workspace, setting.layers)
+                    run = partial(setting.run, tile, *how, workspace, setting.layers)
                     us[f"{name}/{mode}"] = median_us(run, setting.layers)
             results.append({
                 "kernel": "attention", "heads": heads, "S": s, "R": r, "kv": kv_len, "floor_us": floor_us,
@@ -140,7 +143,7 @@ def time_extend(results: list[dict[str, Any]]) -> None:
     for rows, kv_len in ((2048, 2048), (256, 4096)):
         setting = Setting(QWEN3_8B, 1, rows, kv_len, 16)
         workspace = AttentionWorkspace.allocate(4096, 128, BF16, "cuda")
-        us = median_us(partial(setting.run, tile, False, workspace, 3), 3, 5)
+        us = median_us(partial(setting.run, tile, False, False, workspace, 3), 3, 5)
         q = setting.q.view(1, rows, 32, 128).transpose(1, 2)
         k = torch.randn(1, 8, kv_len, 128, dtype=BF16, device="cuda")
         mask = torch.ones(rows, kv_len, dtype=torch.bool, device="cuda").tril(kv_len - rows)
@@ -175,6 +178,7 @@ def small_jobs(n: int) -> dict[str, Job]:
         "store_context": (lambda y: store_context(y, *rest, weights, kv, finite, eps=1e-6), 10240, 2),
         "add_rms_norm": (lambda y: add_norm(added=y), 4096, 4),
         "add_rms_norm+tap": (lambda y: add_norm(added=y, captured=taps[:, 4096:8192]), 4096, 5),
+        "add_rms_norm+pdl": (lambda y: add_norm(added=y, pdl=True), 4096, 4),
         "swiglu": (lambda y: swiglu.swiglu(y, inner), 24576, 1.5),
     }  # fmt: skip
 

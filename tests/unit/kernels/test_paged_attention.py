@@ -34,7 +34,7 @@ def test_rows_of_a_block_see_what_the_mask_lets_them(
 @pytest.mark.parametrize("split", [False, True])
 def test_chunks_that_double_cover_every_key_once(split: bool) -> None:
     shape = Shape(heads=1, kv_heads=1, head_dim=16, page_size=64)
-    for kv_len in (2048, 2049, 2400):
+    for kv_len in (1024, 1025, 1300):
         checks.check_uniform_rows(
             "cpu", torch.float16, SEED, shape, 2, [kv_len], causal=True, window=None, split=split
         )
@@ -71,8 +71,8 @@ def test_keys_that_are_not_finite_reach_only_rows_that_see_them() -> None:
 
 def test_the_number_of_chunks_grows_with_the_logarithm_of_the_length() -> None:
     edges = [0]
-    for level in range(6):
-        edges += [edges[-1] + (128 << level) * (i + 1) for i in range(16)]
+    for level in range(8):
+        edges += [edges[-1] + (128 << level) * (i + 1) for i in range(8)]
     for num_keys in (*range(1, 9000), 40960, 65536):
         assert num_chunks(num_keys, 128) == sum(edge < num_keys for edge in edges)
-    assert num_chunks(40960, 128) < 70
+    assert num_chunks(40960, 128) < 50
