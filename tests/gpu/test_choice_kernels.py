@@ -32,6 +32,11 @@ def test_a_rows_token_is_the_same_alone_and_among_others_listed_or_not() -> None
     )
 
 
+@pytest.mark.parametrize("list_len", [4, 32])
+def test_filters_keep_exactly_the_defined_tokens_also_among_equals(list_len: int) -> None:
+    sampling.check_filters_keep_exactly_the_defined_tokens("cuda", torch.float32, list_len=list_len)
+
+
 def test_a_row_with_nan_or_infinity_is_named_and_gets_an_id_of_the_vocabulary() -> None:
     sampling.check_rows_that_are_not_finite_are_named("cuda", torch.bfloat16, chunk=128)
 

@@ -39,6 +39,12 @@ def test_a_row_has_the_same_bits_alone_among_others_and_under_any_tile(
     small_gemm.check_rows_are_independent("cuda", dtype, SEED, split=split, swiglu=swiglu, pdl=True)
 
 
+def test_plans_for_real_shapes_keep_a_rows_bits_for_any_number_of_rows() -> None:
+    qwen3_8b = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
+    smollm2 = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
+    small_gemm.check_plans_keep_a_rows_bits("cuda", SEED, qwen3_8b + smollm2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_greedy_ids_are_those_of_argmax_over_the_logits_also_among_equals(dtype: torch.dtype) -> None:
     greedy_head.check_chooses_as_argmax_over_the_logits("cuda", dtype, SEED, pdl=True)

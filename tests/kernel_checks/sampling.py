@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -186,3 +186,54 @@ def check_words_are_the_published_ones(device: str, seed: int) -> None:
         # uint32 reads back as int64 with its sign in some versions.
         assert torch.equal(words.cpu() & 0xFFFFFFFF, reference.hash_words(seed, position, 256))
         assert (noise.cpu().double() - reference.gumbel(seed, position, 1024)).abs().max() < 5e-6
+
+
+def _telling_seeds(row: torch.Tensor, p: Params, ids: list[int]) -> list[int]:
+    """For each of ids a seed under which it has the highest score of them: a filter that wrongly keeps or
+    drops it is then seen."""
+    seeds: dict[int, int] = {}
+    for seed in range(100_000):
+        scores = row.double() / p.temperature + reference.gumbel(seed, p.position, len(row))
+        seeds.setdefault(ids[int(scores[ids].argmax())], seed)
+        if len(seeds) == len(ids):
+            return list(seeds.values())
+    raise AssertionError("no seed tells them all apart")
+
+
+def check_filters_keep_exactly_the_defined_tokens(device: str, dtype: torch.dtype, *, list_len: int) -> None:
+    vocab = 300
+    ties = list(range(30, 250, 20))  # 11 tokens
+    equal = torch.full((vocab,), -20.0)
+    equal[ties] = 1.0
+    tail = torch.full((vocab,), math.log(0.4 / 296))  # together 0.4
+    heads = [9, 150, 151, 299]
+    tail[heads] = math.log(0.15)
+    stairs = torch.full((vocab,), -30.0)
+    steps = [5, 6, 7, 8, 200]
+    stairs[steps] = torch.tensor([1.0, 1.5, 1.5, 1.0, 1.25])
+    for row, ids, p, kept in (
+        (equal, ties, Params(1.0, top_k=5), {30, 50, 70, 90, 110}),
+        (equal, ties, Params(1.0, top_p=0.5), {30, 50, 70, 90, 110, 130}),
+        (equal, ties, Params(1.0, top_k=8, top_p=0.49), {30, 50, 70, 90}),
+        (equal, ties, Params(1.0, top_k=8, top_p=0.51), {30, 50, 70, 90, 110}),
+        (equal, ties, Params(1.0, top_k=8, min_p=1.0), set(range(30, 190, 20))),
+        # The tail is too long for the list, and counts in the mass.
+        (tail, heads, Params(1.0, top_p=0.5), {9, 150, 151, 299}),
+        (tail, heads, Params(1.0, top_p=0.44), {9, 150, 151}),
+        (tail, heads, Params(1.0, top_k=4, top_p=0.5), {9, 150}),
+        (stairs, steps, Params(1.0, top_k=4), {5, 6, 7, 200}),
+        (stairs, steps, Params(1.0, top_k=5, min_p=0.7), {6, 7, 200}),
+        (stairs, steps, Params(1.0, top_p=0.65), {6, 7, 200}),
+        (stairs, steps, Params(1.0, top_p=0.75), {5, 6, 7, 200}),
+    ):
+        row = row.to(dtype)
+        params = [
+            replace(p, seed=seed, position=3) for seed in _telling_seeds(row, replace(p, position=3), ids)
+        ]
+        rows = row.to(device).expand(len(params), vocab).contiguous()
+        chosen, _ = run_sample(rows, params, chunk=128, list_len=list_len)
+        for token, each in zip(chosen, params, strict=True):
+            scores = reference.noisy_scores(
+                row, **vars(replace(each, top_k=0, top_p=1.0, min_p=0.0)), slack=0
+            )
+            assert token == max(kept, key=lambda i, scores=scores: float(scores[i])), each

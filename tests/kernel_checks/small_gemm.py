@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from common.kernels.gemm_plans import GemmPlan, Tile
+from common.kernels.gemm_plans import GemmPlan, Tile, plan_for
 from common.kernels.small_gemm import GemmWorkspace, small_gemm
 from tests.reference.kernels import small_gemm as reference
 
@@ -117,3 +117,19 @@ def check_rows_are_independent(
         first = int(torch.randint(0, most - num_rows + 1, (), generator=rng))
         apart = product(x[first : first + num_rows])
         assert torch.equal(apart, together[first : first + num_rows]), (num_rows, first)
+
+
+def check_plans_keep_a_rows_bits(device: str, seed: int, shapes: tuple[tuple[int, int], ...]) -> None:
+    """Whatever tile a plan takes for a number of rows."""
+    for n, k in shapes:
+        rng = torch.Generator(device).manual_seed(seed)
+        weight = torch.randn(n, k, generator=rng, device=device, dtype=torch.bfloat16)
+        x = torch.randn(300, k, generator=rng, device=device, dtype=torch.bfloat16)
+        plan = plan_for(n, k, weight.element_size())
+        space = GemmWorkspace.allocate(*plan.scratch_for(300, n), device)
+        together = torch.full((300, n), float("nan"), dtype=x.dtype, device=device)
+        small_gemm(x, weight, together, space, plan, pdl=True)
+        for num_rows in (1, 16, 17, 32, 33, 64, 65, 128, 129, 200):
+            apart = torch.full((num_rows, n), float("nan"), dtype=x.dtype, device=device)
+            small_gemm(x[50 : 50 + num_rows], weight, apart, space, plan, pdl=True)
+            assert torch.equal(apart, together[50 : 50 + num_rows]), (n, k, num_rows)

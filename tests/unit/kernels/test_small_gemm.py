@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.kernels.gemm_plans import GemmPlan, Tile
+from common.kernels.gemm_plans import GemmPlan, Tile, plan_for
 from tests.kernel_checks import small_gemm as checks
 
 SEED = 20261201
@@ -39,3 +39,14 @@ def test_parts_of_k_cover_it_and_none_is_empty() -> None:
     for k, split in ((4096, 4), (12288, 12), (576, 2), (1536, 8), (400, 3)):
         length = GemmPlan(split, ()).k_split(k)
         assert (split - 1) * length < k <= split * length
+
+
+def test_scratch_of_a_plan_is_enough_for_any_number_of_rows() -> None:
+    for n, k in ((4096, 4096), (4096, 12288), (576, 1536), (1000, 2048)):
+        plan = plan_for(n, k, 2)
+        num_partials, num_tiles = plan.scratch_for(300, n)
+        for num_rows in range(1, 301):
+            tile = plan.tile_for(num_rows)
+            tiles = -(-n // tile.block_n) * -(-num_rows // tile.block_m)
+            assert tiles <= num_tiles
+            assert plan.split == 1 or tiles * plan.split * tile.block_n * tile.block_m <= num_partials
