@@ -180,6 +180,9 @@ def small_gemm(
     `[N, K]` (swiglu: `[2N, K]`) contiguous; one type: bf16, fp16 or fp32. Accumulates in fp32; residual and
     the products of swiglu are added and multiplied there too, rounded once. residual may be out.
     Allocates nothing. Reads each weight once: N·K·2 bytes, the floor.
+
+    swiglu is not to be used yet: it equals its reference in the interpreter, and did not on an H200
+    (docs/performance.md, 2026-12-01).
     """
     num_rows, k = x.shape
     n = out.shape[1]
