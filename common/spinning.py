@@ -2,8 +2,8 @@
 
 A step has some 250 parallel regions a few µs apart, so a waiting thread must spin rather than sleep. But
 target and drafter take turns on the same CPUs, and libgomp's 3 ms of spinning after the last region of
-one runs against the first of the other: a drafted step of SmolLM2 on two cores took 115–123 ms, and 96–98
-with this setting (four steps' means in one quiet run; a noisy machine hides the difference).
+one runs against the first of the other: a drafted step of SmolLM2 on two cores took 116 and 123 ms, and 96
+and 98 with this setting (means of two answers each, one run; in a later run noise hid the difference).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def _best_of_tiles(
     admit_next(PDL)
     logits = tile_product(
         x, w, num_rows, n, k, x_stride, first_row, tile * BLOCK_N, 0, k,
-        BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVEN_K, False,
+        BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVEN_K,
     )  # fmt: skip
     # Key and id apart: packed in int64 they would take twice the registers.
     keys = order_key(logits.to(x.dtype.element_ty).to(tl.float32))

@@ -40,20 +40,15 @@ class GemmWorkspace:
 def tile_product(
     x, w, num_rows, n, k, x_stride, first_row, first_n, first_k, end_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr,
+    SWAP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Rows [first_row, +BLOCK_M) of x times rows [first_n, +BLOCK_N) of w over [first_k, end_k).
 
     fp32, `[BLOCK_N, BLOCK_M]` when SWAP, else `[BLOCK_M, BLOCK_N]`. Rows of x at num_rows and beyond are
-    not read and give 0; rows of w at n and beyond give those of another row. GATED: half as many rows from
-    first_n on, then those n rows further on.
+    not read and give 0; rows of w at n and beyond give those of another row.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
-    lanes = tl.arange(0, BLOCK_N)
-    if GATED:
-        weight_rows = (first_n + lanes % (BLOCK_N // 2)) % n + (lanes // (BLOCK_N // 2)) * n
-    else:
-        weight_rows = (first_n + lanes) % n
+    weight_rows = (first_n + tl.arange(0, BLOCK_N)) % n
     steps = first_k + tl.arange(0, BLOCK_K)
     x_places = x + rows[:, None] * x_stride + steps[None, :]
     w_places = w + weight_rows[:, None].to(tl.int64) * k + steps[None, :]
@@ -83,17 +78,11 @@ def tile_product(
 def _store_rows(
     y, residual, product, num_rows, n, y_stride, first_row, first_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
 ):  # fmt: skip
     if SWAP:
         product = tl.trans(product)
-    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    if GATED:
-        pairs = tl.permute(tl.reshape(product, [BLOCK_M, 2, WIDTH]), [0, 2, 1])
-        gate, up = tl.split(pairs)
-        product = gate / (1.0 + tl.exp(-gate)) * up
     rows = first_row + tl.arange(0, BLOCK_M)
-    columns = first_n + tl.arange(0, WIDTH)
+    columns = first_n + tl.arange(0, BLOCK_N)
     places = rows[:, None].to(tl.int64) * y_stride + columns[None, :]
     inside = (rows < num_rows)[:, None] & (columns < n)[None, :]
     if RESIDUAL:
@@ -106,15 +95,14 @@ def _small_gemm(
     x, w, y, residual, partials, arrivals, num_rows, n, k, k_split, x_stride, y_stride, prefetch_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, PIECES: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     # Row tiles of one weight tile are neighbours in time, so that it is read from memory once.
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     item = tl.program_id(0) // row_tiles
     first_row = (tl.program_id(0) % row_tiles) * BLOCK_M
     split = item % SPLIT
-    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    first_n = (item // SPLIT) * WIDTH
+    first_n = (item // SPLIT) * BLOCK_N
     first_k = split * k_split
     end_k = tl.minimum(first_k + k_split, k)
 
@@ -122,22 +110,20 @@ def _small_gemm(
         ELEMENT_BYTES: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
         prefetch_bytes = prefetch_k * ELEMENT_BYTES
         # Nothing past the weight's end is asked for: that might be nobody's memory.
-        if prefetch_k > 0 and first_row == 0 and first_n + WIDTH <= n and first_k + prefetch_k <= k:
+        if prefetch_k > 0 and first_row == 0 and first_n + BLOCK_N <= n and first_k + prefetch_k <= k:
             place = w + first_n.to(tl.int64) * k + first_k
-            prefetch_rows(place, k * ELEMENT_BYTES, prefetch_bytes, WIDTH, PIECES)
-            if GATED:
-                prefetch_rows(place + n.to(tl.int64) * k, k * ELEMENT_BYTES, prefetch_bytes, WIDTH, PIECES)
+            prefetch_rows(place, k * ELEMENT_BYTES, prefetch_bytes, BLOCK_N, PIECES)
     await_previous(PDL)
     admit_next(PDL)
 
     total = tile_product(
         x, w, num_rows, n, k, x_stride, first_row, first_n, first_k, end_k,
-        BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVEN_K, GATED,
+        BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVEN_K,
     )  # fmt: skip
     if SPLIT == 1:
         _store_rows(
             y, residual, total, num_rows, n, y_stride, first_row, first_n,
-            BLOCK_M, BLOCK_N, SWAP, RESIDUAL, GATED,
+            BLOCK_M, BLOCK_N, SWAP, RESIDUAL,
         )  # fmt: skip
     else:
         # The last of a tile's splits to arrive adds them all, in the order of K: which one that is
@@ -159,7 +145,7 @@ def _small_gemm(
                 total += tl.load(places + other * SIZE, cache_modifier=".cg")
             _store_rows(
                 y, residual, total, num_rows, n, y_stride, first_row, first_n,
-                BLOCK_M, BLOCK_N, SWAP, RESIDUAL, GATED,
+                BLOCK_M, BLOCK_N, SWAP, RESIDUAL,
             )  # fmt: skip
 
 
@@ -171,46 +157,42 @@ def small_gemm(
     plan: GemmPlan,
     *,
     residual: torch.Tensor | None = None,
-    swiglu: bool = False,
     pdl: bool = False,
 ) -> None:
-    """out = x · weightᵀ (+ residual), or with swiglu silu(x · gateᵀ) ⊙ (x · upᵀ) of weight [gate; up].
+    """out = x · weightᵀ (+ residual).
 
     x `[M, K]`, out and residual `[M, N]`, all with rows that may lie apart and columns that touch; weight
-    `[N, K]` (swiglu: `[2N, K]`) contiguous; one type: bf16, fp16 or fp32. Accumulates in fp32; residual and
-    the products of swiglu are added and multiplied there too, rounded once. residual may be out.
+    `[N, K]` contiguous; one type: bf16, fp16 or fp32. Accumulates in fp32; residual is added there too,
+    rounded once. residual may be out.
     Allocates nothing. Reads each weight once: N·K·2 bytes, the floor.
-
-    swiglu is not to be used yet: it equals its reference in the interpreter, and did not on an H200
-    (docs/performance.md, 2026-12-01).
     """
     num_rows, k = x.shape
     n = out.shape[1]
     tile = plan.tile_for(num_rows)
-    split, width = plan.split, tile.block_n // 2 if swiglu else tile.block_n
+    split = plan.split
     k_split = plan.k_split(k) if split > 1 else k
-    assert weight.shape == (2 * n if swiglu else n, k) and weight.is_contiguous() and out.shape[0] == num_rows
-    assert x.stride(1) == 1 and out.stride(1) == 1 and not (swiglu and residual is not None)
+    assert weight.shape == (n, k) and weight.is_contiguous() and out.shape[0] == num_rows
+    assert x.stride(1) == 1 and out.stride(1) == 1
     assert residual is None or (residual.shape == out.shape and residual.stride() == out.stride())
-    num_tiles = triton.cdiv(n, width) * triton.cdiv(num_rows, tile.block_m)
+    num_tiles = triton.cdiv(n, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
     if split > 1:
         num_partials = num_tiles * split * tile.block_n * tile.block_m
         assert workspace.partials.numel() >= num_partials, f"{num_partials} partials"
         assert workspace.arrivals.numel() >= num_tiles, f"{num_tiles} tiles"
-    pieces, prefetch_k = _prefetch(tile, width, k, k_split)
+    pieces, prefetch_k = _prefetch(tile, k, k_split)
     _small_gemm[(num_tiles * split,)](
         x, weight, out, residual, workspace.partials, workspace.arrivals,
         num_rows, n, k, k_split, x.stride(0), out.stride(0), prefetch_k,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SPLIT=split, SWAP=tile.swap, EVEN_K=k_split % tile.block_k == 0 and k % tile.block_k == 0,
-        RESIDUAL=residual is not None, GATED=swiglu,
+        RESIDUAL=residual is not None,
         PDL=pdl, PIECES=pieces if tile.prefetch_k else 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
-def _prefetch(tile: Tile, width: int, k: int, k_split: int) -> tuple[int, int]:
+def _prefetch(tile: Tile, k: int, k_split: int) -> tuple[int, int]:
     """Into how many requests a weight row's prefetch is cut, so that each thread makes one; and how many
     of its columns are asked for: requests are of whole 16 bytes, 8 elements of bf16."""
-    pieces = max(1, tile.num_warps * 32 // width)
+    pieces = max(1, tile.num_warps * 32 // tile.block_n)
     return pieces, min(tile.prefetch_k, k_split) // (8 * pieces) * (8 * pieces) if k % 8 == 0 else 0

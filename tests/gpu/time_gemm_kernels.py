@@ -69,15 +69,15 @@ def median_us(record: Callable[[int], Any], launches: int, replays: int = 7) -> 
     return statistics.median(times) * 1e3 / launches
 
 
-def compile_tile(job: tuple[str, int, Tile, bool]) -> None:
+def compile_tile(job: tuple[str, int, Tile]) -> None:
     """In a process of its own, so that the cache on disk is warm when times are taken."""
-    name, split, tile, swiglu = job
+    name, split, tile = job
     n, k = SHAPES[name]
-    rows, out = tile.block_m, torch.empty(tile.block_m, n // 2 if swiglu else n, dtype=BF16, device="cuda")
+    rows, out = tile.block_m, torch.empty(tile.block_m, n, dtype=BF16, device="cuda")
     space = GemmWorkspace.allocate(1 << 25, 1 << 15, "cuda")
     weight = torch.empty(n, k, dtype=BF16, device="cuda").zero_()
     for pdl in (True, False):
-        small_gemm(new(rows, k), weight, out, space, GemmPlan(split, (tile,)), swiglu=swiglu, pdl=pdl)
+        small_gemm(new(rows, k), weight, out, space, GemmPlan(split, (tile,)), pdl=pdl)
 
 
 class Step:
@@ -96,13 +96,13 @@ class Step:
         return self.out[: num_rows * n].view(num_rows, n)
 
     def time_one(
-        self, name: str, num_rows: int, plan: GemmPlan, *, pdl: bool = True, swiglu: bool = False
+        self, name: str, num_rows: int, plan: GemmPlan, *, pdl: bool = True
     ) -> float:
         n, k = SHAPES[name]
-        x, y, weights = new(num_rows, k), self.rows_out(num_rows, n // 2 if swiglu else n), self.weights[name]
+        x, y, weights = new(num_rows, k), self.rows_out(num_rows, n), self.weights[name]
         return median_us(
             lambda i: small_gemm(
-                x, weights[i % len(weights)], y, self.space, plan, swiglu=swiglu, pdl=pdl
+                x, weights[i % len(weights)], y, self.space, plan, pdl=pdl
             ),
             LAUNCHES[name],
         )  # fmt: skip
@@ -113,7 +113,8 @@ class Step:
         return median_us(lambda i: torch.mm(x, weights[i % len(weights)].T, out=y), LAUNCHES[name])
 
     def time_step_us(self, num_rows: int, *, ours: bool, pdl: bool) -> float:
-        """All GEMMs of a step, each reading what the one before wrote, with gate and residual."""
+        """All GEMMs of a step, each reading what the one before wrote, with gate and residual; torch's own
+        gate on both sides, so that the products alone differ."""
         x, qkv, a = new(num_rows, HIDDEN), new(num_rows, SHAPES["qkv"][0]), new(num_rows, HIDDEN)
         gate_up, inner, w = new(num_rows, 2 * INNER), new(num_rows, INNER), self.weights
         logits = self.rows_out(num_rows, VOCAB)
@@ -124,7 +125,8 @@ class Step:
                 small_gemm(
                     qkv[:, :HIDDEN], w["o"][i], a, self.space, self.plans["o"], residual=x, pdl=pdl
                 )  # fmt: skip
-                small_gemm(a, w["gate_up"][i], inner, self.space, self.plans["gate_up"], swiglu=True, pdl=pdl)
+                small_gemm(a, w["gate_up"][i], gate_up, self.space, self.plans["gate_up"], pdl=pdl)
+                torch.mul(silu(gate_up[:, :INNER]), gate_up[:, INNER:], out=inner)
                 small_gemm(inner, w["down"][i], x, self.space, self.plans["down"], residual=a, pdl=pdl)
             small_gemm(x, w["head"][0], logits, self.space, self.plans["head"], pdl=pdl)
 
@@ -164,14 +166,13 @@ def splits_to_try(name: str, tile: Tile) -> tuple[int, ...]:
 
 def main(path: str, try_others: bool) -> None:
     jobs = {
-        (name, plan_for(n, k, 2).split, tile, swiglu)
+        (name, plan_for(n, k, 2).split, tile)
         for name, (n, k) in SHAPES.items()
         for tile in plan_for(n, k, 2).tiles
-        for swiglu in ((False, True) if name == "gate_up" else (False,))
     }
     if try_others:
         jobs |= {
-            ("o", split, tile, False)
+            ("o", split, tile)
             for tiles in CANDIDATES.values() for tile in tiles for split in splits_to_try("o", tile)
         }  # fmt: skip
     with multiprocessing.get_context("spawn").Pool(12) as pool:
@@ -185,8 +186,6 @@ def main(path: str, try_others: bool) -> None:
                 "cublas": step.time_cublas(name, num_rows),
                 "ours": step.time_one(name, num_rows, step.plans[name]),
             }
-            if name == "gate_up":
-                times["ours with gate"] = step.time_one(name, num_rows, step.plans[name], swiglu=True)
             if try_others:
                 for tile in CANDIDATES.get(num_rows, []):
                     for split in splits_to_try(name, tile):
@@ -195,7 +194,7 @@ def main(path: str, try_others: bool) -> None:
             best = min((us, what) for what, us in times.items() if what not in ("floor", "cublas"))
             lines.append(
                 f"{name:8} {num_rows:4} rows  floor {times['floor']:6.1f}  cublas {times['cublas']:6.1f}  "
-                f"ours {times['ours']:6.1f}  gated {times.get('ours with gate', 0):5.1f}  best {best}"
+                f"ours {times['ours']:6.1f}  best {best}"
             )
     floor = sum(floor_us(name) * (1 if name == "head" else NUM_LAYERS) for name in SHAPES)
     for num_rows in ROWS:

@@ -78,24 +78,8 @@ def check_equals_reference(
             assert not space.arrivals.any()
 
 
-def check_swiglu_equals_reference(
-    device: str, dtype: torch.dtype, seed: int, *, swap: bool = True, pdl: bool = False
-) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    for num_rows in (1, 5, 11):
-        for n, k, split in ((48, 64, 1), (40, 144, 2)) if device == "cpu" else (
-            (1536, 576, 1), (200, 208, 3), (1000, 1024, 4),
-        ):  # fmt: skip
-            x = guarded(gaussian(rng, device, dtype, num_rows, k))
-            gate_up = gaussian(rng, device, dtype, 2 * n, k)
-            out = guarded(torch.full((num_rows, n), float("nan"), dtype=dtype, device=device))
-            plan = GemmPlan(split, tiles(device, dtype, swap=swap))
-            small_gemm(x, gate_up, out, workspace(device), plan, swiglu=True, pdl=pdl)
-            assert off_by(out, reference.swiglu_gemm(x, gate_up)) < TOLERANCE[dtype], (num_rows, n, k)
-
-
 def check_rows_are_independent(
-    device: str, dtype: torch.dtype, seed: int, *, split: int, swiglu: bool = False, pdl: bool = False
+    device: str, dtype: torch.dtype, seed: int, *, split: int, pdl: bool = False
 ) -> None:
     """A row's bits are the same alone, at another place, among others, and under another tile."""
     rng = torch.Generator().manual_seed(seed)
@@ -104,12 +88,12 @@ def check_rows_are_independent(
     plan = GemmPlan(split, cut[:1] if dtype == torch.float32 else cut)
     n, k, most = (48, 384, 9) if device == "cpu" else (1024, 2048, 150)
     x = gaussian(rng, device, dtype, most, k)
-    weight = gaussian(rng, device, dtype, 2 * n if swiglu else n, k)
+    weight = gaussian(rng, device, dtype, n, k)
     space = workspace(device)
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         out = rows.new_full((rows.shape[0], n), float("nan"))
-        small_gemm(rows, weight, out, space, plan, swiglu=swiglu, pdl=pdl)
+        small_gemm(rows, weight, out, space, plan, pdl=pdl)
         return out
 
     together = product(x)

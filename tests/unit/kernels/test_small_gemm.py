@@ -19,11 +19,6 @@ def test_products_equal_the_reference_and_nothing_beside_them_is_touched(
     checks.check_equals_reference("cpu", dtype, SEED, swap=swap)
 
 
-@pytest.mark.parametrize("swap", [True, False])
-def test_the_fused_gated_product_equals_the_reference(swap: bool) -> None:
-    checks.check_swiglu_equals_reference("cpu", torch.float32, SEED, swap=swap)
-
-
 @pytest.mark.parametrize("split", [1, 3])
 def test_a_row_has_the_same_bits_alone_and_among_others(split: int) -> None:
     checks.check_rows_are_independent("cpu", torch.float32, SEED, split=split)
