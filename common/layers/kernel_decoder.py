@@ -144,8 +144,9 @@ class KernelDecoder:
         """Run rows through all layers, storing their K/V.
 
         x `[N, H]`: residual stream, changed in place. kv `[num_layers, 2, num_slots, num_kv_heads,
-        head_dim]`, contiguous, written at rows.slots. out `[N, H]` = RMS norm of the residual after the last layer, weight `norm`.
-        captured `[N, T · H]`: the residual after each captured layer, in the order of the ids.
+        head_dim]`, contiguous, written at rows.slots. out `[N, H]`: RMS norm, with weight `norm`, of the
+        residual after the last layer. captured `[N, T · H]`: the residual after each captured layer, in
+        the order of the ids.
         """
         num_rows, hidden = x.shape
         assert num_rows <= self._num_rows_max, f"{num_rows} rows exceed {self._num_rows_max}"
@@ -178,13 +179,14 @@ class KernelDecoder:
     ) -> None:  # fmt: skip
         num_rows, shape = normed.shape[0], self._shape
         qkv, q, mixed = self._qkv[:num_rows], self._q[:num_rows], self._mixed[:num_rows]
+        k_cache, v_cache = kv[0], kv[1]
         linears.qkv(normed, qkv)
         store_qkv(
-            qkv, rows.positions, rows.slots, self._cos, self._sin, layer.q_norm, layer.k_norm, q, *kv,
-            eps=shape.rms_norm_eps, pdl=self._pdl,
+            qkv, rows.positions, rows.slots, self._cos, self._sin, layer.q_norm, layer.k_norm, q,
+            k_cache, v_cache, eps=shape.rms_norm_eps, pdl=self._pdl,
         )  # fmt: skip
         paged_attention(
-            q, *kv, rows.page_table, rows.kv_lens, mixed, self._attention, rows=rows.rows,
+            q, k_cache, v_cache, rows.page_table, rows.kv_lens, mixed, self._attention, rows=rows.rows,
             page_size=self._page_size, scale=shape.head_dim**-0.5, causal=layer.mask.causal,
             window=layer.mask.window, pdl=self._pdl,
         )  # fmt: skip
