@@ -45,9 +45,17 @@ def _checked_peer(text: str) -> str:
     return text
 
 
+def _checked_device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", text):
+        raise ConfigError("device", "must be cpu, cuda or cuda:N", given=text)
+    return text
+
+
 # Fields hold the text that a person wrote, already checked, so that flags, environment, file and the
 # logged configuration all show one form; the properties give the parsed form.
 PeerText = Annotated[str, AfterValidator(_checked_peer)]
+# Whether the host has such a device is asked where torch is (common.device).
+DeviceText = Annotated[str, AfterValidator(_checked_device)]
 
 
 class ServiceSettings(BaseSettings):
@@ -81,7 +89,7 @@ class ServiceSettings(BaseSettings):
     grace_s: float = Field(
         20.0, ge=0, le=3600, allow_inf_nan=False, description="seconds for running work to end after SIGTERM"
     )
-    device: Literal["cpu"] = Field("cpu", description="where tensors live; only cpu for now")
+    device: DeviceText = Field("cpu", description="where tensors live: cpu, cuda or cuda:N")
 
     @property
     def listen_address(self) -> Address:
