@@ -59,6 +59,7 @@ HEAD_DIM_MAX = 1024
 VOCAB_ROWS_MAX = 1 << 22
 # Published drafts capture 5 or 6 layers; each more is a row's width in every message.
 CAPTURED_LAYERS_MAX = 32
+CAPTURED_WIDTH_MAX = CAPTURED_LAYERS_MAX * HIDDEN_SIZE_MAX
 # Acceptance gains nothing beyond 16 rows; the metrics by position have a series for each.
 BLOCK_SIZE_MAX = 64
 # A safetensors header is JSON that is parsed before anything else is known about the file.
@@ -87,6 +88,29 @@ SESSION_LEASE_S = 30.0
 TARGET_INSTANCES_MAX = 32
 # Entries (opens, extends, drafts, closes) of each kind in one message.
 DRAFT_ENTRIES_MAX = SESSIONS_MAX
+
+# --- device hand-off -----------------------------------------------------------------------------
+
+# The ring at 8B scale (40 KiB a row) with 256 requests of 16 rows and 65,536 prompt rows is 2.7 GiB.
+RING_BYTES_MAX = 8 << 30
+# Embedding and lm_head of a 150k vocabulary are 2.4 GiB at 8B scale, twice that at 70B.
+SHARED_WEIGHTS_BYTES_MAX = 16 << 30
+# The two that a draft shares with its target, and room for a quantized one's scales.
+SHARED_TENSORS_MAX = 8
+SHARED_TENSOR_NAME_CHARS_MAX = 64
+# What sockaddr_un holds, less the closing zero.
+SOCKET_PATH_BYTES_MAX = 107
+# A token is guessed by nobody, and compared in constant time.
+HANDOFF_TOKEN_BYTES = 32
+# Whoever connects says its token at once; one that does not holds up the next for this long.
+DESCRIPTOR_PEER_DEADLINE_S = 1.0
+# Connections to one descriptor socket: its peer needs one, and a stranger gets no endless tries.
+DESCRIPTOR_TRIES_MAX = 8
+# The drafter maps the ring and captures its graphs over it before it answers: some 20 batch sizes, with
+# kernels that may have to be compiled first. Meanwhile the target decodes plainly.
+DEVICE_HANDSHAKE_DEADLINE_S = 120.0
+# Positions that a step in flight may name: past the longest context by the blocks that were reserved ahead.
+POSITION_MAX = CONTEXT_LEN_MAX + 4 * BLOCK_SIZE_MAX
 
 # --- link ----------------------------------------------------------------------------------------
 
