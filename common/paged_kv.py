@@ -7,6 +7,17 @@ keeps the tables checks it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class PageEntry(NamedTuple):
+    """Entry `index` of a lane's page table becomes `page`: how new pages are told to a device, where a lane
+    is the row that an owner has in arrays while it runs."""
+
+    lane: int
+    index: int
+    page: int
+
 
 class OutOfPages(Exception):
     """The pool has fewer free pages than were asked for; nothing was taken."""
