@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class PageEntry(NamedTuple):
-    """Entry `index` of a lane's page table becomes `page`: how new pages are told to a device, where a lane
+    """Entry `page_index` of a lane's page table becomes `page`: how new pages are told to a device, where a lane
     is the row that an owner has in arrays while it runs."""
 
     lane: int
-    index: int
+    page_index: int
     page: int
 
 
