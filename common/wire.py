@@ -9,7 +9,7 @@ import torch
 
 from common import limits
 from common.contract import DraftContract, TargetContract
-from common.errors import InvalidTensor
+from common.errors import InvalidRequest, InvalidTensor
 from common.pb.tandem.v1 import drafter_pb2, tensor_pb2
 
 _TORCH_DTYPES = {
@@ -31,6 +31,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_from_name(name: str) -> torch.dtype:
     """torch.float32 for `float32`; KeyError for a type that never crosses the wire."""
     return _BY_NAME[name]
+
+
+def dtype_number(dtype: torch.dtype) -> tensor_pb2.Dtype:
+    """DTYPE_FLOAT32 for torch.float32."""
+    return _PROTO_DTYPES[dtype]
+
+
+def dtype_from_number(field: str, number: tensor_pb2.Dtype) -> torch.dtype:
+    """torch.float32 for DTYPE_FLOAT32. InvalidRequest naming the field for a number that is no type."""
+    dtype = _TORCH_DTYPES.get(number)
+    if dtype is None:
+        raise InvalidRequest(field, limit="a known element type", given=number)
+    return dtype
 
 
 def encode_tensor(tensor: torch.Tensor) -> tensor_pb2.Tensor:

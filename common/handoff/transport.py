@@ -88,6 +88,33 @@ class Step:
 
 
 @dataclass(frozen=True)
+class DeviceRow:
+    """A batch row of the hand-off ring. The new anchor stands somewhere in [position_min, position_max];
+    begins: the context starts with this row, wherever its first position turns out to be."""
+
+    session_id: int
+    epoch: int
+    position_min: int
+    position_max: int
+    begins: bool
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step whose captured states are in the hand-off ring, applied in the order of the fields.
+
+    Extends name rows of the ring's extend_captured. rows are the batch rows from 0; None: nobody's draft
+    is wanted there.
+    """
+
+    sequence: int
+    closes: list[Close] = field(default_factory=list)
+    opens: list[Open] = field(default_factory=list)
+    extends: list[Extend] = field(default_factory=list)
+    rows: list[DeviceRow | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class SessionReport:
     """What a reply says of one session.
 
