@@ -31,10 +31,13 @@ def build_tiny_llama_dir(
     eos_token_id: int | None = 2,
     favourite_token: int | None = None,
     favourite_bias: float = 8.0,
+    qwen3: bool = False,
     dtype: torch.dtype = torch.float32,
     **config_changes: Any,
 ) -> Path:
     """Write a Llama checkpoint with random weights into `path` (made if need be); returns path.
+
+    qwen3 makes it one of Qwen3, whose heads of q and k are normed.
 
     With `favourite_token` both this model and any draft that shares its embedding and lm_head lean
     towards that token (the lm_head is untied then): a random draft gets some of its tokens accepted,
@@ -44,8 +47,8 @@ def build_tiny_llama_dir(
     g = torch.Generator().manual_seed(seed)
     tied = tied and favourite_token is None
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLM"],
+        "model_type": "qwen3" if qwen3 else "llama",
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
@@ -82,6 +85,9 @@ def build_tiny_llama_dir(
         tensors |= _attention_and_mlp(
             g, layer, hidden_size, intermediate_size, num_heads * head_dim, num_kv_heads * head_dim
         )
+        if qwen3:
+            tensors[layer + "self_attn.q_norm.weight"] = 2 * _norm(g, head_dim)
+            tensors[layer + "self_attn.k_norm.weight"] = 2 * _norm(g, head_dim)
         if favourite_token is not None:
             tensors[layer + "self_attn.o_proj.weight"][0] = 0.0
             tensors[layer + "mlp.down_proj.weight"][0] = 0.0

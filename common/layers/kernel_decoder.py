@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.errors import CheckpointError
 from common.kernels.kv_store import store_qkv
 from common.kernels.norm import add_rms_norm
 from common.kernels.paged_attention import AttentionWorkspace, RaggedRows, paged_attention
@@ -22,7 +23,7 @@ from common.layers.kernel_linear import GemmScratch, KernelLinear
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of a layer. head_dim must be a power of two from 16."""
+    """Sizes of a layer. CheckpointError when the kernels do not know them."""
 
     hidden_size: int
     intermediate_size: int
@@ -30,6 +31,10 @@ class DecoderShape:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
+
+    def __post_init__(self) -> None:
+        if self.head_dim < 16 or self.head_dim & (self.head_dim - 1):
+            raise CheckpointError("head_dim", "must be a power of two from 16 on a GPU", given=self.head_dim)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from common import limits
 from common.errors import CheckpointError
 from common.weights import int_field, number_field
 
+# Rows that a table needs beyond the longest context: blocks of the steps in flight reach past the last token
+# that counts, and at most three of them lie there.
+POSITIONS_BEYOND_CONTEXT = 3 * limits.BLOCK_SIZE_MAX
 # No published model is outside; the point is that zero, negative and NaN are.
 _THETA_MAX = 1e12
 _FACTOR_MAX = 1e6
@@ -23,6 +26,11 @@ class RopeTable:
 
     cos: torch.Tensor
     sin: torch.Tensor
+
+    def cut(self, max_positions: int) -> RopeTable:
+        """The first max_positions rows; there must be so many."""
+        assert max_positions <= self.cos.shape[0], f"{max_positions} positions of {self.cos.shape[0]}"
+        return RopeTable(self.cos[:max_positions], self.sin[:max_positions])
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows for positions `[N]`, shaped `[N, 1, head_dim]` to broadcast over heads."""

@@ -39,6 +39,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama3 scaling": {"rope_scaling": LLAMA3},
     "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     "small theta, one layer": {"rope_theta": 100.0, "num_layers": 2},
+    "Qwen3, untied": {"qwen3": True, "tied": False},
+    "Qwen3, tied, heads wider than their share": {"qwen3": True, "head_dim": 32, "num_kv_heads": 1},
+    "Qwen3, rope_parameters": {
+        "qwen3": True, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "rope_theta": None,
+    },
 }  # fmt: skip
 
 
@@ -55,7 +60,7 @@ def some_ids(rng: random.Random, count: int, vocab: int = 192) -> list[int]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_captured_states_of_a_random_tiny_llama_equal_those_of_transformers(
+def test_logits_and_captured_states_of_a_random_tiny_model_equal_those_of_transformers(
     variant: str, tmp_path: Path
 ) -> None:
     seed = SEED + list(VARIANTS).index(variant)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import embedding, scaled_dot_product_attention
@@ -94,7 +95,8 @@ class DenseTarget:
 
 
 def _layer_to(layer: LlamaLayer, device: torch.device) -> LlamaLayer:
-    moved = {f.name: getattr(layer, f.name).to(device) for f in fields(layer)}
+    tensors = {f.name: getattr(layer, f.name) for f in fields(layer)}
+    moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in tensors.items()}
     return LlamaLayer(**moved)
 
 
@@ -143,6 +145,7 @@ def _qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated q and k, and v: each `[..., heads, head_dim]`. Rotation in fp32, then back to x's type."""
     heads = project(rms_norm(x, layer.input_norm, c.rms_norm_eps), layer.qkv).unflatten(-1, (-1, c.head_dim))
-    num_qk = c.num_heads + c.num_kv_heads
-    rotated = apply_rope(heads[..., :num_qk, :], cos, sin)
-    return rotated[..., : c.num_heads, :], rotated[..., c.num_heads :, :], heads[..., num_qk:, :]
+    q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=-2)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, c.rms_norm_eps), rms_norm(k, layer.k_norm, c.rms_norm_eps)
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v

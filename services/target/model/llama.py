@@ -1,11 +1,12 @@
-"""Llama-family decoder (Llama, SmolLM2): weights, and one forward over a ragged batch.
+"""Decoder of the Llama family (Llama, SmolLM2, Qwen3): weights, and one forward over a ragged batch.
 
-Knows tensors and slots; nothing of requests, sampling or drafts.
+Qwen3 norms the heads of q and k; the rest is alike. Knows tensors and slots; nothing of requests, sampling
+or drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,32 @@ from torch.nn.functional import embedding
 
 from common import limits
 from common.contract import TargetContract
-from common.embedding import PREFIX, SharedWeights, take_shared_weights, target_contract
+from common.embedding import (
+    PREFIX,
+    SharedWeights,
+    random_shared_weights,
+    take_shared_weights,
+    target_contract,
+)
 from common.errors import CheckpointError
 from common.layers.attention import CAUSAL, RaggedBatch, paged_attention
 from common.layers.linear import Weight, pack, project
 from common.layers.mlp import swiglu
 from common.layers.norm import rms_norm
-from common.layers.rope import RopeTable, apply_rope, build_rope_table
-from common.weights import Checkpoint, flag_field, int_field, number_field, read_config
+from common.layers.rope import POSITIONS_BEYOND_CONTEXT, RopeTable, apply_rope, build_rope_table
+from common.weights import Checkpoint, flag_field, int_field, number_field, random_normal, read_config
+
+# Gives the tensor of a name (without `.weight`) and shape.
+_Take = Callable[..., torch.Tensor]
+_LLAMA, _QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The keys of config.json that the forward needs."""
+    """The keys of config.json that the forward needs. qk_norm: heads of q and k are normed (Qwen3)."""
 
     architecture: str
+    qk_norm: bool
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -44,10 +56,12 @@ class LlamaConfig:
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> LlamaConfig:
         """Parse and check; CheckpointError names the key."""
-        if config.get("architectures") != ["LlamaForCausalLM"]:
+        if config.get("architectures") not in ([_LLAMA], [_QWEN3]):
             raise CheckpointError(
-                "architectures", 'must be ["LlamaForCausalLM"]', given=config.get("architectures")
+                "architectures", f"must be [{_LLAMA}] or [{_QWEN3}]", given=config.get("architectures")
             )
+        architecture = config["architectures"][0]
+        _refuse_sliding_windows(config)
         for bias in ("attention_bias", "mlp_bias"):
             if flag_field(config, bias):
                 raise CheckpointError(bias, "must be false", given=True)
@@ -59,19 +73,31 @@ class LlamaConfig:
         if num_heads % num_kv_heads:
             raise CheckpointError("num_key_value_heads", f"must divide {num_heads}", given=num_kv_heads)
         vocab_size = int_field(config, "vocab_size", 1, limits.VOCAB_ROWS_MAX)
+        # Published Llama configs leave it out; Qwen3's heads are wider than hidden_size divided among them.
+        default_head_dim = hidden_size // num_heads if architecture == _LLAMA else None
         return cls(
-            architecture="LlamaForCausalLM",
+            architecture=architecture,
+            qk_norm=architecture == _QWEN3,
             hidden_size=hidden_size,
             intermediate_size=int_field(config, "intermediate_size", 1, limits.INTERMEDIATE_SIZE_MAX),
             num_layers=int_field(config, "num_hidden_layers", 1, limits.LAYERS_MAX),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=int_field(config, "head_dim", 2, limits.HEAD_DIM_MAX, default=hidden_size // num_heads),
+            head_dim=int_field(config, "head_dim", 2, limits.HEAD_DIM_MAX, default=default_head_dim),
             rms_norm_eps=number_field(config, "rms_norm_eps", 0, 1),
             vocab_size=vocab_size,
             max_len=int_field(config, "max_position_embeddings", 1, limits.CONTEXT_LEN_MAX),
             eos_token_ids=_eos_token_ids(config, vocab_size),
         )
+
+
+def _refuse_sliding_windows(config: dict[str, Any]) -> None:
+    """Qwen3's format has them, its released models do not."""
+    if flag_field(config, "use_sliding_window"):
+        raise CheckpointError("use_sliding_window", "must be false", given=True)
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise CheckpointError("layer_types", "must be full_attention throughout", given=kinds)
 
 
 def _eos_token_ids(config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
@@ -85,7 +111,10 @@ def _eos_token_ids(config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LlamaLayer:
-    """Weights of a decoder layer; q, k, v and gate, up are stacked so that each is one GEMM."""
+    """Weights of a decoder layer; q, k, v and gate, up are stacked so that each is one GEMM.
+
+    q_norm, k_norm `[head_dim]`, or None where the family has none.
+    """
 
     input_norm: torch.Tensor
     qkv: Weight
@@ -93,6 +122,8 @@ class LlamaLayer:
     post_norm: torch.Tensor
     gate_up: Weight
     down: Weight
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,17 +138,50 @@ class LlamaWeights:
     rope: RopeTable
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype) -> LlamaWeights:
+    def load(
+        cls, directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> LlamaWeights:
         """Read config.json and safetensors of a directory; CheckpointError when they do not fit."""
         raw = read_config(directory)
         config = LlamaConfig.from_json(raw)
-        checkpoint = Checkpoint(directory, strip_prefix=PREFIX)
+        checkpoint = Checkpoint(directory, strip_prefix=PREFIX, device=device)
         shared = take_shared_weights(checkpoint, raw, dtype)
-        layers = [_take_layer(checkpoint, config, i, dtype) for i in range(config.num_layers)]
-        final_norm = checkpoint.take("norm.weight", (config.hidden_size,), dtype)
+
+        def take(name: str, *shape: int) -> torch.Tensor:
+            return checkpoint.take(f"{name}.weight", shape, dtype)
+
+        weights = cls._assemble(raw, config, shared, take)
         checkpoint.finish()
-        rope = build_rope_table(config.head_dim, config.max_len, raw)
-        return cls(config, target_contract(raw, shared, dtype), shared, layers, final_norm, rope)
+        return weights
+
+    @classmethod
+    def random(
+        cls, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
+    ) -> LlamaWeights:
+        """Untrained weights drawn on the device, norms 1, for measurements and tests of large shapes.
+
+        config: the content of a config.json, for instance one of `named_shapes`. Logits stay finite.
+        """
+        generator = torch.Generator(device).manual_seed(seed + 1)
+
+        def draw(name: str, *shape: int) -> torch.Tensor:
+            if name.endswith("norm"):
+                return torch.ones(shape, dtype=dtype, device=device)
+            return random_normal(shape, dtype, generator)
+
+        shared = random_shared_weights(config, dtype, device, seed)
+        return cls._assemble(config, LlamaConfig.from_json(config), shared, draw)
+
+    @classmethod
+    def _assemble(
+        cls, raw: dict[str, Any], config: LlamaConfig, shared: SharedWeights, take: _Take
+    ) -> LlamaWeights:
+        layers = [_take_layer(take, config, i) for i in range(config.num_layers)]
+        final_norm = take("norm", config.hidden_size)
+        max_positions = config.max_len + POSITIONS_BEYOND_CONTEXT
+        rope = build_rope_table(config.head_dim, max_positions, raw, final_norm.device)
+        contract = target_contract(raw, shared, final_norm.dtype)
+        return cls(config, contract, shared, layers, final_norm, rope)
 
 
 class Llama:
@@ -180,31 +244,35 @@ class Llama:
     ) -> torch.Tensor:  # fmt: skip
         c = self.config
         heads = project(h, layer.qkv).view(h.shape[0], -1, c.head_dim)
-        rotated = apply_rope(heads[:, : c.num_heads + c.num_kv_heads], *rope)
-        q, k = rotated.split([c.num_heads, c.num_kv_heads], dim=1)
+        q_and_k = heads[:, : c.num_heads + c.num_kv_heads]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = q_and_k.split([c.num_heads, c.num_kv_heads], dim=1)
+            normed = (rms_norm(q, layer.q_norm, c.rms_norm_eps), rms_norm(k, layer.k_norm, c.rms_norm_eps))
+            q_and_k = torch.cat(normed, dim=1)
+        q, k = apply_rope(q_and_k, *rope).split([c.num_heads, c.num_kv_heads], dim=1)
         kv[0][batch.slots] = k
         kv[1][batch.slots] = heads[:, c.num_heads + c.num_kv_heads :]
         mixed = paged_attention(q, kv[0], kv[1], batch, CAUSAL, c.head_dim**-0.5)
         return project(mixed, layer.o)
 
 
-def _take_layer(checkpoint: Checkpoint, c: LlamaConfig, index: int, dtype: torch.dtype) -> LlamaLayer:
-    def take(name: str, *shape: int) -> torch.Tensor:
-        return checkpoint.take(f"layers.{index}.{name}.weight", shape, dtype)
-
+def _take_layer(take: _Take, c: LlamaConfig, index: int) -> LlamaLayer:
+    layer, attention, mlp = (f"layers.{index}{part}" for part in ("", ".self_attn", ".mlp"))
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     hidden, inner = c.hidden_size, c.intermediate_size
     return LlamaLayer(
-        input_norm=take("input_layernorm", hidden),
+        input_norm=take(f"{layer}.input_layernorm", hidden),
         qkv=torch.cat([
-            take("self_attn.q_proj", q_size, hidden),
-            take("self_attn.k_proj", kv_size, hidden),
-            take("self_attn.v_proj", kv_size, hidden),
+            take(f"{attention}.q_proj", q_size, hidden),
+            take(f"{attention}.k_proj", kv_size, hidden),
+            take(f"{attention}.v_proj", kv_size, hidden),
         ]),
-        o=take("self_attn.o_proj", hidden, q_size),
-        post_norm=take("post_attention_layernorm", hidden),
-        gate_up=torch.cat([take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)]),
-        down=take("mlp.down_proj", hidden, inner),
+        o=take(f"{attention}.o_proj", hidden, q_size),
+        post_norm=take(f"{layer}.post_attention_layernorm", hidden),
+        gate_up=torch.cat([take(f"{mlp}.gate_proj", inner, hidden), take(f"{mlp}.up_proj", inner, hidden)]),
+        down=take(f"{mlp}.down_proj", hidden, inner),
+        q_norm=take(f"{attention}.q_norm", c.head_dim) if c.qk_norm else None,
+        k_norm=take(f"{attention}.k_norm", c.head_dim) if c.qk_norm else None,
     )  # fmt: skip
 
 
