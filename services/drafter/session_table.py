@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from common.handoff.transport import Outcome
-from common.paged_kv import OutOfPages, PagePool, PageTable
-from services.drafter.session import CloseReason, Session, SessionKey
+from common.paged_kv import PageEntry, PagePool
+from services.drafter.holdings import Holdings
+from services.drafter.session import CloseReason, Effect, Session, SessionKey
 
 
 class SessionObserver(Protocol):
@@ -23,10 +24,7 @@ class SessionObserver(Protocol):
 
 
 class SessionTable:
-    """Sessions by key, and their pages. Called from one thread.
-
-    Invariant (I3): free pages + pages of sessions = all pages.
-    """
+    """Sessions by key, and through Holdings what they hold. Called from one thread."""
 
     def __init__(
         self,
@@ -38,8 +36,10 @@ class SessionTable:
         lease_s: float,
         clock: Callable[[], float],
         observer: SessionObserver,
+        has_lanes: bool = False,
     ) -> None:
-        self._pool = pool
+        """has_lanes: each session has one of num_sessions_max lanes, counted from 0."""
+        self._holdings = Holdings(pool, num_sessions_max if has_lanes else 0)
         self._num_sessions_max = num_sessions_max
         self._context_len_max = context_len_max
         self._block_size = block_size
@@ -70,9 +70,7 @@ class SessionTable:
             self.expire()
             if len(self._sessions) >= self._num_sessions_max:
                 return Outcome.NO_CAPACITY
-        self._sessions[key] = Session(
-            key, epoch, start_position, start_position, PageTable(self._pool), self._clock()
-        )
+        self._sessions[key] = self._holdings.admit(key, epoch, start_position, self._clock())
         self._observer.observe_opened()
         return Outcome.OK
 
@@ -84,18 +82,27 @@ class SessionTable:
         A position before the end crops first, so that repeating an append changes nothing. Returns the
         slots that the caller must now write; none unless OK.
         """
-        outcome, session = self._find(key, epoch)
+        outcome, session = self.append_to(key, epoch, position, num_rows)
         if session is None:
             return outcome, []
-        if not session.start_position <= position <= session.context_len:
-            return Outcome.NEEDS_RESYNC, []
-        if position + num_rows > self._context_len_max:
-            return Outcome.CONTEXT_LIMIT, []
         first = position - session.start_position
-        if not self._reserve(session, first + num_rows):
-            return Outcome.NO_CAPACITY, []
+        return outcome, session.pages.slots(first, first + num_rows)
+
+    def append_to(
+        self, key: SessionKey, epoch: int, position: int, num_rows: int
+    ) -> tuple[Outcome, Session | None]:
+        """As append_at, for a caller that does not ask where the rows go. The session, if OK."""
+        outcome, session = self._find(key, epoch)
+        if session is None:
+            return outcome, None
+        if not session.first_append <= position <= session.context_len:
+            return Outcome.NEEDS_RESYNC, None
+        if position + num_rows > self._context_len_max:
+            return Outcome.CONTEXT_LIMIT, None
+        if not self._reserve(session, position + num_rows - session.start_position):
+            return Outcome.NO_CAPACITY, None
         session.context_len = position + num_rows
-        return Outcome.OK, session.pages.slots(first, first + num_rows)
+        return Outcome.OK, session
 
     def reserve_block(self, key: SessionKey, epoch: int, position: int) -> tuple[Outcome, Session | None]:
         """Make room for a block after the context, whose end must be `position`.
@@ -116,6 +123,28 @@ class SessionTable:
         """Slots of a reserved block's rows, the anchor's first."""
         return session.pages.slots(session.num_rows, session.num_rows + self._block_size)
 
+    def reserve_to(
+        self, key: SessionKey, epoch: int, position_max: int, begins_at_min: int | None = None
+    ) -> tuple[Outcome, Session | None]:
+        """Make room for a step whose anchor the device will put somewhere up to position_max. The session,
+        if OK.
+
+        The device writes a whole block of states before it knows how many are context, and the next block
+        after them. begins_at_min: the context begins in this step, at this position or later.
+        """
+        outcome, session = self._find(key, epoch)
+        if session is None:
+            return outcome, None
+        if position_max > self._context_len_max:
+            return Outcome.CONTEXT_LIMIT, None
+        start = session.start_position if begins_at_min is None else begins_at_min
+        if not self._reserve(session, position_max + 2 * self._block_size - start):
+            return Outcome.NO_CAPACITY, None
+        if begins_at_min is not None and session.lane_state is not None:
+            session.start_position = begins_at_min
+            session.lane_state.start_position_max = position_max
+        return Outcome.OK, session
+
     def close(self, key: SessionKey, epoch: int) -> bool:
         """End a session of this epoch or a lower one; False when there is none."""
         session = self._sessions.get(key)
@@ -123,6 +152,24 @@ class SessionTable:
             return False
         self._end(session, CloseReason.ASKED)
         return True
+
+    # --- steps in flight ----------------------------------------------------------------------------
+
+    def begin_step(self, session: Session, effect: Effect) -> list[PageEntry]:
+        """A step that names the session is about to be launched. Its page entries that the device was not
+        told yet."""
+        return self._holdings.begin_step(session, effect)
+
+    def end_step(self, session: Session, context_len: int, *, is_finite: bool) -> tuple[int, ...]:
+        """The oldest step in flight of the session is over and left the context's end at context_len.
+
+        A session whose rows were not finite ends. Returns pages that are free now and must be zeroed.
+        """
+        session.is_spoiled |= not is_finite
+        freed = self._holdings.end_step(session, context_len)
+        if not is_finite and self._sessions.get(session.key) is session:
+            return self._end(session, CloseReason.NON_FINITE)
+        return freed
 
     # --- what happens otherwise --------------------------------------------------------------------
 
@@ -133,15 +180,19 @@ class SessionTable:
     def abandon(self, key: SessionKey) -> tuple[int, ...]:
         """End a session whose rows turned out not to be finite; the pages, to be zeroed by the caller."""
         session = self._sessions[key]
-        pages = session.pages.pages
-        self._end(session, CloseReason.NON_FINITE)
-        return pages
+        session.is_spoiled = True
+        return self._end(session, CloseReason.NON_FINITE)
 
     def num_sessions_of(self, target_instance_ids: Collection[str]) -> int:
         """Sessions that these target lives hold."""
         return sum(key.target_instance_id in target_instance_ids for key in self._sessions)
 
-    def close_instance(self, target_instance_id: str, session_ids: Collection[int] = ()) -> int:
+    def close_instance(
+        self,
+        target_instance_id: str,
+        session_ids: Collection[int] = (),
+        reason: CloseReason = CloseReason.ASKED,
+    ) -> int:
         """End these sessions of a target, or all of them when none is named; how many were open."""
         wanted = set(session_ids)
         ending = [
@@ -149,7 +200,7 @@ class SessionTable:
             if key.target_instance_id == target_instance_id and (not wanted or key.session_id in wanted)
         ]  # fmt: skip
         for session in ending:
-            self._end(session, CloseReason.ASKED)
+            self._end(session, reason)
         return len(ending)
 
     def drop_other_instances(self, living: Collection[str]) -> int:
@@ -187,17 +238,21 @@ class SessionTable:
 
     @property
     def num_pages_used(self) -> int:
-        return sum(session.pages.num_pages for session in self._sessions.values())
+        return self._holdings.num_pages_used
 
     @property
     def usage(self) -> float:
         """Share of the pages that is not free, 0 to 1."""
-        return 1 - self._pool.num_free / self._pool.num_pages
+        return self._holdings.usage
 
     @property
     def num_pages_unaccounted(self) -> int:
-        """Pages that are neither free nor some session's; 0 unless there is a bug."""
-        return self._pool.num_pages - self._pool.num_free - self.num_pages_used
+        """See Holdings; 0 unless there is a bug. So is the next."""
+        return self._holdings.num_pages_unaccounted
+
+    @property
+    def num_lanes_unaccounted(self) -> int:
+        return self._holdings.num_lanes_unaccounted
 
     # --- leaves -------------------------------------------------------------------------------------
 
@@ -216,15 +271,12 @@ class SessionTable:
 
     def _reserve(self, session: Session, num_rows: int) -> bool:
         """Room for num_rows; sessions whose lease ended make way, living ones never."""
-        if session.pages.missing_for(num_rows) > self._pool.num_free:
+        if self._holdings.lacks(session, num_rows):
             self.expire()
-        try:
-            session.pages.reserve(num_rows)
-        except OutOfPages:
-            return False
-        return True
+        return self._holdings.reserve(session, num_rows)
 
-    def _end(self, session: Session, reason: CloseReason) -> None:
+    def _end(self, session: Session, reason: CloseReason) -> tuple[int, ...]:
+        """Returns pages that are free now and must be zeroed."""
         del self._sessions[session.key]
-        session.pages.release()
         self._observer.observe_closed(reason)
+        return self._holdings.part(session)
