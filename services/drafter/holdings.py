@@ -1,14 +1,14 @@
 """What sessions hold, pages and lanes, and when it is free again. Bookkeeping only, no rules of the protocol.
 
-On a device steps are in flight: launched, their effect known to the host within bounds only. A session that
-ends keeps its pages until its steps in flight are over: only then is it known whether they must be zeroed.
+On a device steps are in flight: launched, and not over. A session that ends keeps its pages until its steps
+in flight are over: only then is it known whether they must be zeroed.
 Its lane is free at once, since the device's work is in order: whoever joins it comes after those steps.
 """
 
 from __future__ import annotations
 
 from common.paged_kv import OutOfPages, PageEntry, PagePool, PageTable
-from services.drafter.session import Effect, LaneState, Session, SessionKey
+from services.drafter.session import LaneState, Session, SessionKey
 
 
 class Holdings:
@@ -29,7 +29,7 @@ class Holdings:
 
     def admit(self, key: SessionKey, epoch: int, start_position: int, now_s: float) -> Session:
         """A session that holds its lane and no page yet."""
-        lane_state = LaneState(self._free_lanes.pop(), start_position) if self._num_lanes else None
+        lane_state = LaneState(self._free_lanes.pop()) if self._num_lanes else None
         session = Session(
             key, epoch, start_position, start_position, PageTable(self._pool), now_s, lane_state
         )  # fmt: skip
@@ -54,29 +54,25 @@ class Holdings:
         state = session.lane_state
         if state is not None:
             self._free_lanes.append(state.lane)
-            if state.effects:
+            if state.num_in_flight:
                 self._leaving.add(session)
                 return ()
         return _release(session)
 
-    def begin_step(self, session: Session, effect: Effect) -> list[PageEntry]:
+    def begin_step(self, session: Session) -> list[PageEntry]:
         """A step that names the session is about to be launched. Its page entries that the device was not
         told yet."""
         state = _lane_state(session)
-        state.effects.append(effect)
-        session.context_len = effect.least_end(session.context_len)
+        state.num_in_flight += 1
         told, state.num_pages_told = state.num_pages_told, session.pages.num_pages
         return [PageEntry(state.lane, i, page) for i, page in enumerate(session.pages.pages[told:], told)]
 
-    def end_step(self, session: Session, context_len: int) -> tuple[int, ...]:
-        """The oldest step in flight of the session is over and left the context's end at context_len.
-        Returns pages that are free now and must be zeroed."""
+    def end_step(self, session: Session) -> tuple[int, ...]:
+        """A step that named the session is over. Returns pages that are free now and must be zeroed."""
         state = _lane_state(session)
-        state.effects.popleft()
-        session.context_len = context_len
-        for effect in state.effects:
-            session.context_len = effect.least_end(session.context_len)
-        if state.effects or session not in self._leaving:
+        assert state.num_in_flight > 0
+        state.num_in_flight -= 1
+        if state.num_in_flight or session not in self._leaving:
             return ()
         self._leaving.remove(session)
         return _release(session)

@@ -12,7 +12,7 @@ from typing import Protocol
 from common.handoff.transport import Outcome
 from common.paged_kv import PageEntry, PagePool
 from services.drafter.holdings import Holdings
-from services.drafter.session import CloseReason, Effect, Session, SessionKey
+from services.drafter.session import CloseReason, Session, SessionKey
 
 
 class SessionObserver(Protocol):
@@ -82,27 +82,18 @@ class SessionTable:
         A position before the end crops first, so that repeating an append changes nothing. Returns the
         slots that the caller must now write; none unless OK.
         """
-        outcome, session = self.append_to(key, epoch, position, num_rows)
-        if session is None:
-            return outcome, []
-        first = position - session.start_position
-        return outcome, session.pages.slots(first, first + num_rows)
-
-    def append_to(
-        self, key: SessionKey, epoch: int, position: int, num_rows: int
-    ) -> tuple[Outcome, Session | None]:
-        """As append_at, for a caller that does not ask where the rows go. The session, if OK."""
         outcome, session = self._find(key, epoch)
         if session is None:
-            return outcome, None
-        if not session.first_append <= position <= session.context_len:
-            return Outcome.NEEDS_RESYNC, None
+            return outcome, []
+        if not session.start_position <= position <= session.context_len:
+            return Outcome.NEEDS_RESYNC, []
         if position + num_rows > self._context_len_max:
-            return Outcome.CONTEXT_LIMIT, None
-        if not self._reserve(session, position + num_rows - session.start_position):
-            return Outcome.NO_CAPACITY, None
+            return Outcome.CONTEXT_LIMIT, []
+        first = position - session.start_position
+        if not self._reserve(session, first + num_rows):
+            return Outcome.NO_CAPACITY, []
         session.context_len = position + num_rows
-        return Outcome.OK, session
+        return Outcome.OK, session.pages.slots(first, first + num_rows)
 
     def reserve_block(self, key: SessionKey, epoch: int, position: int) -> tuple[Outcome, Session | None]:
         """Make room for a block after the context, whose end must be `position`.
@@ -126,8 +117,8 @@ class SessionTable:
     def reserve_to(
         self, key: SessionKey, epoch: int, position_max: int, begins_at_min: int | None = None
     ) -> tuple[Outcome, Session | None]:
-        """Make room for a step whose anchor the device will put somewhere up to position_max. The session,
-        if OK.
+        """Make room for a step after which the context ends somewhere up to position_max; whether its rows
+        continue the context is for the device to say. The session, if OK.
 
         The device writes a whole block of states before it knows how many are context, and the next block
         after them. begins_at_min: the context begins in this step, at this position or later.
@@ -140,9 +131,7 @@ class SessionTable:
         start = session.start_position if begins_at_min is None else begins_at_min
         if not self._reserve(session, position_max + 2 * self._block_size - start):
             return Outcome.NO_CAPACITY, None
-        if begins_at_min is not None and session.lane_state is not None:
-            session.start_position = begins_at_min
-            session.lane_state.start_position_max = position_max
+        session.start_position = start
         return Outcome.OK, session
 
     def close(self, key: SessionKey, epoch: int) -> bool:
@@ -155,18 +144,19 @@ class SessionTable:
 
     # --- steps in flight ----------------------------------------------------------------------------
 
-    def begin_step(self, session: Session, effect: Effect) -> list[PageEntry]:
+    def begin_step(self, session: Session) -> list[PageEntry]:
         """A step that names the session is about to be launched. Its page entries that the device was not
         told yet."""
-        return self._holdings.begin_step(session, effect)
+        return self._holdings.begin_step(session)
 
     def end_step(self, session: Session, context_len: int, *, is_finite: bool) -> tuple[int, ...]:
         """The oldest step in flight of the session is over and left the context's end at context_len.
 
         A session whose rows were not finite ends. Returns pages that are free now and must be zeroed.
         """
+        session.context_len = context_len
         session.is_spoiled |= not is_finite
-        freed = self._holdings.end_step(session, context_len)
+        freed = self._holdings.end_step(session)
         if not is_finite and self._sessions.get(session.key) is session:
             return self._end(session, CloseReason.NON_FINITE)
         return freed
