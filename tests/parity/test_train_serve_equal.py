@@ -15,7 +15,9 @@ from common.embedding import load_shared_weights
 from common.layers.attention import RaggedBatch, Span
 from common.layers.rope import build_rope_table
 from common.weights import Checkpoint, read_config
-from services.drafter.model.dflash import DFlash, DFlashConfig, take_weights
+from services.drafter.model.dflash import DFlash
+from services.drafter.model.dflash_config import DFlashConfig
+from services.drafter.model.dflash_weights import take_weights
 from services.target.model.llama import Llama
 from tests.builders import build_tiny_draft_dir, build_tiny_llama_dir
 from tools.train.blocks import attention_bias

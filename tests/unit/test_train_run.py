@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 from common.embedding import load_shared_weights
 from common.errors import CheckpointError, ConfigError
 from common.weights import Checkpoint
-from services.drafter.model.dflash import DFlash, DFlashConfig, take_weights
+from services.drafter.model.dflash import DFlash
+from services.drafter.model.dflash_config import DFlashConfig
+from services.drafter.model.dflash_weights import take_weights
 from tests.builders import build_tiny_llama_dir
 from tests.builders_chat import write_tokenizer
 from tools.train.checkpoint import load_checkpoint, save_checkpoint

@@ -12,7 +12,8 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from common.layers.mlp import swiglu
 from common.layers.norm import rms_norm
 from common.layers.rope import RopeTable, apply_rope
-from services.drafter.model.dflash import DFlashConfig, DFlashWeights
+from services.drafter.model.dflash_config import DFlashConfig
+from services.drafter.model.dflash_weights import DFlashWeights
 
 
 def draft_hidden(

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from services.drafter.model.dflash import DFlashConfig, DFlashLayer, DFlashWeights
+from services.drafter.model.dflash_config import DFlashConfig
+from services.drafter.model.dflash_weights import DFlashLayer, DFlashWeights
 
 
 def draft_config_json(

@@ -13,42 +13,15 @@ from pathlib import Path
 import torch
 from torch.nn.functional import embedding
 
-from common.contract import DraftContract, TargetContract, unfit
+from common.contract import DraftContract, TargetContract
 from common.embedding import SharedWeights
-from common.errors import CheckpointError
 from common.layers.attention import Mask, RaggedBatch, paged_attention
 from common.layers.linear import Weight, pack, project
 from common.layers.mlp import swiglu
 from common.layers.norm import rms_norm
-from common.layers.rope import RopeTable, apply_rope, build_rope_table
-from common.weights import Checkpoint, fingerprint, read_config
+from common.layers.rope import RopeTable, apply_rope
 from services.drafter.model.dflash_config import DFlashConfig
-
-
-@dataclass(frozen=True)
-class DFlashLayer:
-    """Weights of a draft layer."""
-
-    input_norm: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    o: torch.Tensor
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True)
-class DFlashWeights:
-    """All weights of a draft; embedding and lm_head stay with the target."""
-
-    fc: torch.Tensor
-    hidden_norm: torch.Tensor
-    norm: torch.Tensor
-    layers: list[DFlashLayer]
+from services.drafter.model.dflash_weights import DFlashLayer, DFlashWeights, Draft
 
 
 class DFlash:
@@ -79,32 +52,8 @@ class DFlash:
     @classmethod
     def load(cls, directory: Path, shared: SharedWeights, target: TargetContract) -> DFlash:
         """Read a draft for this target; CheckpointError when file or fit is wrong."""
-        raw = read_config(directory)
-        config = DFlashConfig.from_json(raw)
-        for key, ours, theirs in (
-            ("hidden_size", target.hidden_size, config.hidden_size),
-            ("num_target_layers", target.num_layers, config.num_target_layers),
-            ("vocab_size", target.vocab_rows, config.vocab_size),
-        ):
-            if ours != theirs:
-                raise CheckpointError(key, f"must equal the target's {ours}", given=theirs)
-        checkpoint = Checkpoint(directory, strip_prefix="model.")
-        weights, name = take_weights(checkpoint, config, shared.embedding.dtype)
-        checkpoint.finish()
-        contract = DraftContract(
-            captured_layer_ids=config.captured_layer_ids,
-            block_size=config.block_size,
-            num_draft_tokens=config.block_size - 1,
-            mask_token_id=config.mask_token_id,
-            context_len_max=config.max_len,
-            weights_fingerprint=name,
-        )
-        wrong = unfit(target, contract)
-        if wrong:
-            raise CheckpointError(wrong[0].field, f"must be {wrong[0].ours}", given=wrong[0].theirs)
-        # A block may begin at the last position of the context.
-        rope = build_rope_table(config.head_dim, config.max_len + config.block_size, raw)
-        return cls(config, weights, shared, rope, contract)
+        draft = Draft.load(directory, shared, target)
+        return cls(draft.config, draft.weights, shared, draft.rope, draft.contract)
 
     def append_context(
         self, captured: torch.Tensor, positions: torch.Tensor, slots: slice | torch.Tensor, kv: torch.Tensor
@@ -199,35 +148,3 @@ class _ServedLayer:
             down=pack(layer.down),
             mask=mask,
         )
-
-
-def take_weights(checkpoint: Checkpoint, c: DFlashConfig, dtype: torch.dtype) -> tuple[DFlashWeights, str]:
-    """All tensors of a draft cast to dtype, and the fingerprint of what the file holds."""
-    stored: dict[str, torch.Tensor] = {}
-
-    def take(name: str, *shape: int) -> torch.Tensor:
-        stored[name] = checkpoint.take(name, shape)
-        return stored[name].to(dtype)
-
-    hidden, inner = c.hidden_size, c.intermediate_size
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layers = []
-    for i in range(c.num_layers):
-        attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        layers.append(DFlashLayer(
-            input_norm=take(f"layers.{i}.input_layernorm.weight", hidden),
-            q=take(f"{attention}.q_proj.weight", q_size, hidden),
-            k=take(f"{attention}.k_proj.weight", kv_size, hidden),
-            v=take(f"{attention}.v_proj.weight", kv_size, hidden),
-            o=take(f"{attention}.o_proj.weight", hidden, q_size),
-            q_norm=take(f"{attention}.q_norm.weight", c.head_dim),
-            k_norm=take(f"{attention}.k_norm.weight", c.head_dim),
-            post_norm=take(f"layers.{i}.post_attention_layernorm.weight", hidden),
-            gate_up=torch.cat([
-                take(f"{mlp}.gate_proj.weight", inner, hidden), take(f"{mlp}.up_proj.weight", inner, hidden),
-            ]),
-            down=take(f"{mlp}.down_proj.weight", hidden, inner),
-        ))  # fmt: skip
-    fc = take("fc.weight", hidden, len(c.captured_layer_ids) * hidden)
-    weights = DFlashWeights(fc, take("hidden_norm.weight", hidden), take("norm.weight", hidden), layers)
-    return weights, fingerprint(stored)
