@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from services.target.core.draft_source import PlainReason
 from services.target.core.request import RequestFailed, SamplingParams
-from services.target.core.step import NonFiniteLogits
+from services.target.core.request_loop import NonFiniteLogits
 from services.target.model.llama import Llama
 from tests.builders import build_tiny_llama_dir
 from tests.core_rig import Ask, Habits, OracleDrafts, Rig, plain_tokens

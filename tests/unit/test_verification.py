@@ -12,21 +12,21 @@ SEED = 20261212
 
 
 def test_drafts_are_accepted_while_they_equal_the_targets_own_tokens() -> None:
-    verified = verify([5, 6, 7, 8], [5, 6, 9], ())
+    verified = verify([5, 6, 7, 8], [5, 6, 9], frozenset())
     assert (verified.tokens, verified.num_accepted, verified.matched_stop) == ([5, 6, 7], 2, None)
 
 
 def test_a_draft_accepted_whole_is_followed_by_the_bonus() -> None:
-    assert verify([5, 6, 7], [5, 6], ()).tokens == [5, 6, 7]
+    assert verify([5, 6, 7], [5, 6], frozenset()).tokens == [5, 6, 7]
 
 
 def test_a_token_that_is_right_after_a_wrong_one_is_not_accepted() -> None:
     """The target's later tokens were chosen after the wrong one and mean nothing."""
-    assert verify([5, 6, 7], [4, 6], ()).tokens == [5]
+    assert verify([5, 6, 7], [4, 6], frozenset()).tokens == [5]
 
 
 def test_no_draft_commits_the_one_token() -> None:
-    assert verify([5], [], ()).tokens == [5]
+    assert verify([5], [], frozenset()).tokens == [5]
 
 
 @pytest.mark.parametrize("offset", range(5))
@@ -45,7 +45,7 @@ def test_a_stop_id_that_the_draft_proposes_and_the_target_does_not_choose_stops_
 
 def test_as_many_choices_as_rows_are_needed() -> None:
     with pytest.raises(AssertionError):
-        verify([5, 6], [5, 6], ())
+        verify([5, 6], [5, 6], frozenset())
 
 
 def test_random_blocks_equal_the_token_by_token_definition() -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from common import limits
 from common.errors import Overloaded, Unavailable
 from common.log import get_log
-from services.target.core.draft_source import DraftSource
 from services.target.core.report import CoreStats
 from services.target.core.request import Event, Request, TokensCommitted
-from services.target.core.scheduler import Scheduler
-from services.target.core.step import StepLoop
+from services.target.core.request_loop import RequestLoop
+from services.target.core.roster import Roster
 
 log = get_log("core")
 
@@ -24,19 +24,25 @@ log = get_log("core")
 _IDLE_WAIT_S = 0.05
 
 
+class Closable(Protocol):
+    """The drafter as the core sees it: its loop talks to it, and the core ends it."""
+
+    def close(self) -> None: ...
+
+
 class Core:
     """Runs requests. `submit` and `abort` never block; events leave through each request's `emit`."""
 
     def __init__(
-        self, scheduler: Scheduler, loop: StepLoop, draft_source: DraftSource, *,
+        self, roster: Roster, loop: RequestLoop, drafter: Closable, *,
         num_known_max: int, on_failure: Callable[[], None], prepare: Callable[[], None],
     ) -> None:  # fmt: skip
         """num_known_max bounds waiting and running requests together. On the core's thread, prepare is
         called once before the first step, and on_failure once when the step loop died and every request
         was failed."""
-        self._scheduler = scheduler
+        self._roster = roster
         self._loop = loop
-        self._draft_source = draft_source
+        self._drafter = drafter
         self._num_known_max = num_known_max
         self._on_failure = on_failure
         self._prepare = prepare
@@ -132,7 +138,7 @@ class Core:
             self._end("service failed", "internal")
             self._on_failure()
         finally:
-            self._draft_source.close()
+            self._drafter.close()
 
     def _take_commands(self) -> None:
         """Apply all commands; wait a moment for one when there is nothing else to do."""
@@ -145,7 +151,7 @@ class Core:
 
     def _apply(self, command: Request | str) -> None:
         if isinstance(command, Request):
-            self._scheduler.add(command)
+            self._roster.add(command)
         else:
             self._loop.abort(command)
 

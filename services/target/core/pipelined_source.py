@@ -53,8 +53,8 @@ class PostedStep:
 class PipelinedDrafter(Protocol):
     """Called by the core's thread only, and never waits.
 
-    A step calls settle, draft_rows, await_drafts (before a launch whose draft_rows named a row), post,
-    and observe_completed for the step before. `post` comes once for each launch, and for ended sessions
+    A step calls settle, draft_rows, await_drafts (before a launch that writes the ring), post, and
+    observe_completed for the step before. `post` comes once for each launch, and for ended sessions
     also without one; a draft can only be used by the launch right after its post.
     """
 
@@ -81,7 +81,8 @@ class PipelinedDrafter(Protocol):
         """Why draft_rows just had none for this session."""
 
     def await_drafts(self) -> None:
-        """Enqueue on the current stream the wait for the last post's drafts."""
+        """Enqueue on the current stream the wait until all that was posted is done. The launch behind it
+        writes over what the drafter reads, whether or not it uses a draft."""
 
     def post(self, step: PostedStep) -> None:
         """Hand a step over: enqueue on the current stream that it is ready, and send the message. Never

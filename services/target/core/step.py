@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from common import limits
-from common.errors import TandemError
 from services.target.core.draft_source import (
     ContextRows,
     Drafts,
@@ -22,25 +20,14 @@ from services.target.core.draft_source import (
     WantedBlock,
 )
 from services.target.core.engine import Engine, StepOutput
-from services.target.core.report import CoreStats, Observer, StepReport
-from services.target.core.request import (
-    Event,
-    FinishReason,
-    Phase,
-    Request,
-    RequestFailed,
-    RequestFinished,
-    TokensCommitted,
-)
+from services.target.core.report import Observer, StepReport
+from services.target.core.request import Event, Phase
+from services.target.core.request_loop import RequestLoop
 from services.target.core.scheduler import Batch, ScheduledRequest, Scheduler
 from services.target.core.verification import Verified, verify
 
 if TYPE_CHECKING:
     import torch
-
-
-class NonFiniteLogits(TandemError):
-    """The model produced NaN or infinity for a request; that request ends. Maps to INTERNAL."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +41,8 @@ class _Outcome:
     events: list[Event] = field(default_factory=list)
 
 
-class StepLoop:
-    """Runs steps until nothing is left to do. Used by one thread."""
+class StepLoop(RequestLoop):
+    """Each step's tokens are known before the next one begins."""
 
     def __init__(
         self,
@@ -65,35 +52,24 @@ class StepLoop:
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(scheduler, observer, clock)
         self._scheduler = scheduler
         self._engine = engine
         self._draft_source = draft_source
-        self._observer = observer
-        self._clock = clock
-        self._stats = self._take_stats()
-        self._observed_stats: CoreStats | None = None
-
-    @property
-    def has_work(self) -> bool:
-        return self._scheduler.num_running > 0 or self._scheduler.num_waiting > 0
-
-    def stats(self) -> CoreStats:
-        """A snapshot, never older than the last event that left; from any thread."""
-        return self._stats
 
     def step(self) -> None:
         """One round; does nothing but hand ended sessions over when no request is left."""
         began = self._clock()
         drafts = self._draft_source.collect()
         collected = self._clock()
-        self._rewind_lost_contexts()
+        self._rewind_lost_contexts(self._draft_source.lost_sessions())
         preempted = self._scheduler.num_preemptions
         batch = self._scheduler.next_batch(drafts.tokens)
         scheduled = self._clock()
         captured_layer_ids = self._draft_source.captured_layer_ids
         output = self._engine.run(batch, captured_layer_ids) if batch.scheduled else StepOutput([], None)
         computed = self._clock()
-        outcomes = [self._commit(s, chosen) for s, chosen in zip(batch.scheduled, output.chosen, strict=True)]
+        outcomes = [self._apply(s, chosen) for s, chosen in zip(batch.scheduled, output.chosen, strict=True)]
         committed = self._clock()
         self._draft_source.post(self._handoff(outcomes, output.captured))
         self._stats = self._take_stats()
@@ -107,50 +83,9 @@ class StepLoop:
         report.draft_wait_s, report.forward_s = collected - began, computed - scheduled
         report.commit_s = committed - computed
         report.host_s = scheduled - collected + ended - committed
-        if batch.scheduled or self._stats != self._observed_stats:
-            self._observer.observe_step(report, self._stats)
-            self._observed_stats = self._stats
+        self._observe(report)
 
-    def abort(self, request_id: str) -> None:
-        """End a request early; unknown and finished ids are ignored."""
-        request = self._scheduler.find(request_id)
-        if request is not None:
-            self._scheduler.remove(request)
-            self._stats = self._take_stats()
-            self._finish(request, FinishReason.ABORT, None, request.emit)
-
-    def fail_all(self, error: TandemError, reason: str) -> None:
-        """End every request with an error."""
-        while (request := self._scheduler.first()) is not None:
-            self._scheduler.remove(request)
-            self._stats = self._take_stats()
-            self.fail(request, error, reason)
-
-    def fail(self, request: Request, error: TandemError, reason: str) -> None:
-        """End with an error a request that the scheduler does not hold: not yet, or no more."""
-        if request.phase is not Phase.FINISHED:
-            request.move_to(Phase.FINISHED)
-        self._observer.observe_failed(request, reason)
-        request.emit(RequestFailed(error))
-
-    def _take_stats(self) -> CoreStats:
-        scheduler, pool = self._scheduler, self._scheduler.pool
-        return CoreStats(
-            scheduler.num_running, scheduler.num_waiting,
-            pool.num_pages, pool.num_free, scheduler.num_pages_unaccounted,
-        )  # fmt: skip
-
-    def _rewind_lost_contexts(self) -> None:
-        """Give drafter sessions that lost their context a new one, where that is cheap."""
-        lost = self._draft_source.lost_sessions()
-        if not lost:
-            return
-        for request in self._scheduler.running:
-            cheap = request.cached_len <= limits.RECAPTURE_TOKENS_MAX
-            if request.session_id in lost and cheap and request.room >= limits.RECAPTURE_ROOM_MIN:
-                self._scheduler.rewind(request)
-
-    def _commit(self, s: ScheduledRequest, chosen: list[int] | None) -> _Outcome:
+    def _apply(self, s: ScheduledRequest, chosen: list[int] | None) -> _Outcome:
         """Apply what the target chose to one request."""
         request = s.request
         if chosen is None and s.draft:
@@ -158,11 +93,9 @@ class StepLoop:
             # the same position without one (I1).
             return _Outcome(s)
         if chosen is None:
-            self._engine.zero_pages(self._scheduler.remove(request))
-            request.move_to(Phase.FINISHED)
-            self._observer.observe_failed(request, "non_finite")
-            error = NonFiniteLogits("logits: must be finite, got NaN or infinity")
-            return _Outcome(s, events=[RequestFailed(error)])
+            pages, events = self._fail_non_finite(request)
+            self._engine.zero_pages(pages)
+            return _Outcome(s, events=events)
         if not s.samples:
             request.cached_len += s.num_tokens
             return _Outcome(s, s.num_tokens)
@@ -171,39 +104,7 @@ class StepLoop:
         # A stop inside the accepted drafts leaves K/V past the end; the request is over anyway.
         num_context = s.num_tokens + verified.num_accepted
         request.cached_len += num_context
-        request.tokens += verified.tokens
-        request.num_decode_steps += 1
-        request.num_drafts += bool(s.draft)
-        request.num_draft_tokens += len(s.draft)
-        request.num_accepted_tokens += verified.num_accepted
-        self._stamp(request, len(verified.tokens))
-        from_draft = [i < verified.num_accepted for i in range(len(verified.tokens))]
-        events: list[Event] = [TokensCommitted(verified.tokens, from_draft)]
-        if verified.matched_stop is not None or request.room == 0:
-            self._scheduler.remove(request)
-            reason = FinishReason.STOP if verified.matched_stop is not None else FinishReason.LENGTH
-            self._finish(request, reason, verified.matched_stop, events.append)
-        return _Outcome(s, num_context, verified, events)
-
-    def _stamp(self, request: Request, count: int) -> None:
-        now = request.clock()
-        if request.last_token_at is None:
-            request.first_token_at = now
-            self._observer.observe_first_token(request)
-        else:
-            self._observer.observe_tokens(request, count, now - request.last_token_at)
-        request.last_token_at = now
-
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        matched: int | None,
-        emit: Callable[[RequestFinished], None],
-    ) -> None:
-        finished = request.finish(reason, matched)
-        self._observer.observe_finished(request, finished)
-        emit(finished)
+        return _Outcome(s, num_context, verified, self._commit(request, verified, len(s.draft)))
 
     def _handoff(self, outcomes: list[_Outcome], captured: torch.Tensor | None) -> HandOff:
         """Rows that became context, and a block for each request that can use one."""

@@ -7,12 +7,11 @@ accepts as often as point-mass rejection sampling, and gives the very tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Set
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """tokens: what is committed, accepted drafts first. num_accepted of them came from the draft.
     matched_stop: the stop id that ended it (always the last token), or None."""
 
@@ -21,14 +20,20 @@ class Verified:
     matched_stop: int | None
 
 
-def verify(chosen: list[int], draft: list[int], stop_ids: Collection[int]) -> Verified:
+def verify(chosen: list[int], draft: list[int], stop_ids: Set[int]) -> Verified:
     """chosen: the target's tokens, len(draft) + 1 of them. Nothing is committed past a stop id."""
     assert len(chosen) == len(draft) + 1
     num_accepted = 0
     while num_accepted < len(draft) and draft[num_accepted] == chosen[num_accepted]:
         num_accepted += 1
-    tokens = chosen[: num_accepted + 1]
-    for index, token in enumerate(tokens):
-        if token in stop_ids:
-            return Verified(tokens[: index + 1], min(num_accepted, index + 1), token)
-    return Verified(tokens, num_accepted, None)
+    return end_at_stop(chosen[: num_accepted + 1], num_accepted, stop_ids)
+
+
+def end_at_stop(tokens: list[int], num_accepted: int, stop_ids: Set[int]) -> Verified:
+    """tokens: the first of a step's that may be committed, one at least; the step accepted num_accepted
+    drafts, which may be more. Nothing is committed past a stop id."""
+    matched = None
+    if not stop_ids.isdisjoint(tokens):
+        index = next(i for i, token in enumerate(tokens) if token in stop_ids)
+        tokens, matched = tokens[: index + 1], tokens[index]
+    return Verified(tokens, min(num_accepted, len(tokens)), matched)
