@@ -1,0 +1,122 @@
+"""The watchdog lets a stream go on that waits for a peer which is late or gone, and no other."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from common.handoff.watchdog import Watchdog
+
+DEADLINE_S = 0.5
+
+
+class Rig:
+    """A watchdog whose thread is not started: the test looks, at times that it sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.released: list[int] = []
+        self.missed = 0
+        self.watchdog = Watchdog(self.released.append, DEADLINE_S, self.on_missed, lambda: self.now)
+
+    def on_missed(self) -> None:
+        self.missed += 1
+
+    def look_after(self, seconds: float) -> bool:
+        self.now += seconds
+        return self.watchdog.look()
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_wait_that_lasts_longer_than_the_deadline_is_let_go_once(rig: Rig) -> None:
+    rig.watchdog.arm(7, lambda: True)
+    assert not rig.look_after(0)
+    assert not rig.look_after(0.49)
+    assert rig.look_after(0.02)
+    assert not rig.look_after(10)
+    assert rig.released == [7] and rig.watchdog.has_tripped
+
+
+def test_time_does_not_count_before_the_stream_has_come_to_the_wait(rig: Rig) -> None:
+    is_due = False
+    rig.watchdog.arm(7, lambda: is_due)
+    for _ in range(9):
+        assert not rig.look_after(1)
+    is_due = True
+    assert not rig.look_after(1)
+    assert not rig.look_after(0.49)
+    assert rig.look_after(0.02)
+
+
+def test_a_wait_that_is_over_is_not_let_go(rig: Rig) -> None:
+    rig.watchdog.arm(7, lambda: True)
+    rig.look_after(0)
+    rig.watchdog.disarm(7)
+    assert not rig.look_after(10)
+    assert rig.released == []
+
+
+def test_the_end_of_an_earlier_wait_is_not_the_end_of_the_last(rig: Rig) -> None:
+    rig.watchdog.arm(8, lambda: True)
+    rig.look_after(0)
+    rig.watchdog.disarm(7)
+    assert rig.look_after(1)
+    assert rig.released == [8]
+
+
+def test_each_wait_has_a_deadline_of_its_own(rig: Rig) -> None:
+    for sequence in range(1, 20):
+        rig.watchdog.arm(sequence, lambda: True)
+        assert not rig.look_after(0.3)
+    assert rig.released == []
+
+
+def test_a_lost_peers_wait_is_let_go_at_once_and_so_is_every_later_one(rig: Rig) -> None:
+    rig.watchdog.arm(3, lambda: False)
+    rig.watchdog.trip()
+    rig.watchdog.trip()
+    assert rig.released == [3]
+    rig.watchdog.arm(4, lambda: False)
+    assert rig.released == [3, 4]
+
+
+def test_nothing_is_let_go_when_nothing_waits(rig: Rig) -> None:
+    rig.watchdog.arm(3, lambda: True)
+    rig.watchdog.disarm(3)
+    rig.watchdog.trip()
+    assert rig.released == []
+
+
+def test_its_thread_sees_a_missed_deadline_by_itself_and_says_so_after_the_release() -> None:
+    order: list[str] = []
+    done = threading.Event()
+
+    def on_missed() -> None:
+        order.append("missed")
+        done.set()
+
+    watchdog = Watchdog(lambda sequence: order.append(f"released {sequence}"), 0.05, on_missed)
+    watchdog.start()
+    # First idle, so that arming has to wake it.
+    assert not done.wait(0.1)
+    watchdog.arm(1, lambda: True)
+    watchdog.disarm(1)
+    watchdog.arm(2, lambda: True)
+    assert done.wait(5)
+    assert order == ["released 2", "missed"]
+    watchdog.close()
+
+
+def test_closing_lets_go_and_ends_the_thread() -> None:
+    released: list[int] = []
+    watchdog = Watchdog(released.append, 30.0, lambda: None)
+    watchdog.start()
+    watchdog.arm(5, lambda: True)
+    watchdog.close()
+    assert released == [5]
+    assert not watchdog._thread.is_alive()
