@@ -23,9 +23,10 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class DrafterMetrics:
     """The names of the drafter; implements SessionObserver."""
 
-    def __init__(self, metrics: Metrics, bytes_per_context_row: int) -> None:
-        """bytes_per_context_row: size of one token's captured hidden states on the wire."""
+    def __init__(self, metrics: Metrics, bytes_per_context_row: int, num_draft_tokens: int) -> None:
+        """bytes_per_context_row: size of one token's captured hidden states. num_draft_tokens: of a block."""
         self._bytes_per_context_row = bytes_per_context_row
+        self._num_draft_tokens = num_draft_tokens
         self._time = metrics.histograms(
             "draft_time_seconds", "Time of a message by phase.", _TIME_BUCKETS_S, "phase", _PHASES
         )
@@ -67,10 +68,10 @@ class DrafterMetrics:
             self._time["ingest"].observe(reply.ingest_s)
             self._context_tokens.inc(reply.num_context_rows)
             self._ingest_bytes.inc(reply.num_context_rows * self._bytes_per_context_row)
-        if reply.drafts is not None:
+        if reply.num_blocks:
             self._time["draft"].observe(reply.draft_s)
-            self._batch_size.observe(reply.drafts.shape[0])
-            self._draft_tokens.inc(reply.drafts.numel())
+            self._batch_size.observe(reply.num_blocks)
+            self._draft_tokens.inc(reply.num_blocks * self._num_draft_tokens)
         self._count(verdict.outcome for verdict in reply.verdicts)
 
     def observe_table(self, num_sessions: int, usage: float, num_pages_unaccounted: int) -> None:

@@ -53,7 +53,9 @@ class DrafterService:
         self._metrics_at = (settings.metrics_host, settings.metrics_port)
         self._page: MetricsPage | None = None
         self._calls = CommonMetrics(metrics, [*method_names(SERVICE), *HEALTH_METHODS])
-        self._metrics = DrafterMetrics(metrics, facts.captured_width * facts.dtype.itemsize)
+        self._metrics = DrafterMetrics(
+            metrics, facts.captured_width * facts.dtype.itemsize, facts.draft.num_draft_tokens
+        )
         pool = PagePool(settings.kv_tokens // settings.page_size, settings.page_size)
         table = SessionTable(
             pool,

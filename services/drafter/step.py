@@ -7,13 +7,14 @@ Must not know protobuf or streams.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from common.handoff.transport import Block, Extend, Open, Outcome, Step
-from services.drafter.engine import DraftEngine, PlacedBlock
+from common.handoff.transport import Block, DeviceRow, Extend, Open, Outcome, Step
+from services.drafter.engine import PlacedBlock
 from services.drafter.session import SessionKey
 from services.drafter.session_table import SessionTable
 
@@ -37,14 +38,27 @@ Verdicts = dict[int, Verdict]
 
 @dataclass(frozen=True)
 class StepReply:
-    """Verdicts in the order in which the message named sessions; drafts `[blocks, num_draft_tokens]`
-    int32, or None when there is no block."""
+    """Verdicts in the order in which the message named sessions; drafts `[num_blocks, num_draft_tokens]`
+    int32, or None when there is no block or the drafts are in the hand-off ring."""
 
     verdicts: list[Verdict]
     drafts: torch.Tensor | None = None
+    num_blocks: int = 0
     num_context_rows: int = 0
     ingest_s: float = 0.0
     draft_s: float = 0.0
+
+
+class InlineEngine(Protocol):
+    """What an engine does for inline messages; engine.DraftEngine says how."""
+
+    def append_to_host(
+        self, captured: torch.Tensor, positions: list[int], slots: list[int]
+    ) -> list[bool]: ...
+
+    def draft_to_host(self, blocks: Sequence[PlacedBlock]) -> torch.Tensor: ...
+
+    def clean(self, pages: Sequence[int]) -> None: ...
 
 
 class StepRunner:
@@ -53,7 +67,7 @@ class StepRunner:
     def __init__(
         self,
         table: SessionTable,
-        engine: DraftEngine,
+        engine: InlineEngine,
         vocab_rows: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +89,7 @@ class StepRunner:
         keys = {session_id: SessionKey(target_instance_id, session_id) for session_id in verdicts}
         for close in step.closes:
             self._table.close(SessionKey(target_instance_id, close.session_id), close.epoch)
-        self._open(step.opens, keys, verdicts)
+        open_sessions(self._table, step.opens, keys, verdicts)
         began_s = self._clock()
         num_context_rows = self._extend(step.extends, captured, keys, verdicts)
         ingested_s = self._clock()
@@ -84,14 +98,13 @@ class StepRunner:
         for session_id, verdict in verdicts.items():
             verdict.context_len = self._table.context_len(keys[session_id])
         return StepReply(
-            list(verdicts.values()), drafts, num_context_rows, ingested_s - began_s, drafted_s - ingested_s
+            list(verdicts.values()),
+            drafts,
+            0 if drafts is None else len(drafts),
+            num_context_rows,
+            ingested_s - began_s,
+            drafted_s - ingested_s,
         )
-
-    def _open(self, opens: list[Open], keys: Keys, verdicts: Verdicts) -> None:
-        for wish in opens:
-            verdict = verdicts[wish.session_id]
-            if verdict.outcome is Outcome.OK:
-                verdict.outcome = self._table.open(keys[wish.session_id], wish.epoch, wish.start_position)
 
     def _extend(
         self, extends: list[Extend], captured: torch.Tensor | None, keys: Keys, verdicts: Verdicts
@@ -157,20 +170,32 @@ def name_sessions(step: Step) -> Verdicts:
     """
     verdicts: Verdicts = {}
     for wishes in (step.opens, step.extends, step.blocks):
-        _name(wishes, verdicts)
+        name_in_role(wishes, verdicts)
     for extend in step.extends:
         if extend.num_rows == 0:
             verdicts[extend.session_id].outcome = Outcome.INVALID_FIELD
     return verdicts
 
 
-def _name(wishes: Iterable[Open] | Iterable[Extend] | Iterable[Block], verdicts: Verdicts) -> None:
+def name_in_role(
+    wishes: Iterable[Open] | Iterable[Extend] | Iterable[Block] | Iterable[DeviceRow], verdicts: Verdicts
+) -> None:
+    """Add a verdict for each session that is new; INVALID_FIELD for one that stands there twice, or under
+    another epoch than before."""
     seen = set()
     for wish in wishes:
         verdict = verdicts.setdefault(wish.session_id, Verdict(wish.session_id, wish.epoch))
         if wish.session_id in seen or wish.epoch != verdict.epoch:
             verdict.outcome = Outcome.INVALID_FIELD
         seen.add(wish.session_id)
+
+
+def open_sessions(table: SessionTable, opens: list[Open], keys: Keys, verdicts: Verdicts) -> None:
+    """Begin the sessions that a message opens."""
+    for wish in opens:
+        verdict = verdicts[wish.session_id]
+        if verdict.outcome is Outcome.OK:
+            verdict.outcome = table.open(keys[wish.session_id], wish.epoch, wish.start_position)
 
 
 def refuse(step: Step, outcome: Outcome) -> StepReply:

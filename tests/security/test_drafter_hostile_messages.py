@@ -66,7 +66,7 @@ def innocent(tmp_path_factory: pytest.TempPathFactory) -> Innocent:
     drafter = load_drafter(target_dir, draft_dir, num_pages=24, page_size=4, num_sessions_max=6)
     model = drafter.model
     facts = DrafterFacts("drafter", drafter.target, model.contract, model.dtype, 6, 30.0)
-    metrics = DrafterMetrics(Metrics("tandem_drafter", "tiny"), 1)
+    metrics = DrafterMetrics(Metrics("tandem_drafter", "tiny"), 1, 3)
     desk = DrafterDesk(facts, drafter.table, drafter.runner, metrics)
     return Innocent(drafter, desk, drafter.captured_width)
 
