@@ -29,10 +29,9 @@ class Graphs:
 
     def capture(self, key: Hashable, body: Callable[[], None]) -> None:
         """Run `body` once, which compiles its kernels, and record it. It must be safe on the inputs that lie
-        in its buffers now. Waits for the device."""
+        in its buffers now. Waits for the device. On a CPU there is nothing to prepare."""
         assert key not in self, f"{key} was captured before"
         if self._stream is None:
-            body()
             self._bodies[key] = body
             return
         with torch.cuda.stream(self._stream):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 
 class PageEntry(NamedTuple):
-    """Entry `page_index` of a lane's page table becomes `page`: how new pages are told to a device, where a lane
-    is the row that an owner has in arrays while it runs."""
+    """Entry `page_index` of a lane's page table becomes `page`: how new pages are told to a device, where a
+    lane is the row that an owner has in arrays while it runs."""
 
     lane: int
     page_index: int

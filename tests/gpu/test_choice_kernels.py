@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernel_checks import sampling, verify
+from tests.kernel_checks import extend_rows, lanes, sampling, verify
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -51,5 +51,15 @@ def test_the_noise_is_made_of_the_published_words_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_verify_takes_clamped_rows_and_accepts_up_to_the_first_difference(pdl: bool) -> None:
-    verify.check_assembles_rows_and_clamps_ids("cuda", SEED, pdl=pdl)
+    verify.check_stages_anchors_and_clamped_drafts("cuda", SEED, pdl=pdl)
     verify.check_accepts_up_to_the_first_difference("cuda", SEED, pdl=pdl)
+    verify.check_a_block_that_passes_the_last_position_stays_in_its_memory("cuda", SEED)
+    verify.check_synthetic_acceptance_has_the_mean_that_was_asked_for("cuda", SEED)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_lanes_begin_once_and_prompts_get_their_rows_and_anchors(pdl: bool) -> None:
+    lanes.check_updates_begin_lanes_and_enter_pages_once("cuda", SEED, pdl=pdl)
+    extend_rows.check_stages_prompts_of_any_lengths("cuda", SEED, pdl=pdl)
+    extend_rows.check_a_prompt_that_passes_the_last_position_is_cut("cuda", SEED)
+    extend_rows.check_the_token_at_a_prompts_end_becomes_the_anchor("cuda", SEED, pdl=pdl)

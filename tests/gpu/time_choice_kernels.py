@@ -14,8 +14,9 @@ import sys
 
 import torch
 
+from common.kernels.lanes import LaneState, Published, StagedRows, apply_updates
 from common.kernels.sampling import RowParams, SamplingWorkspace, sample
-from common.kernels.verify import accept_drafts, assemble_block
+from common.kernels.verify import RESULT_WORDS, BlockBatch, accept_blocks, stage_blocks
 from tests.gpu.time_gemm_kernels import READ_BYTES_A_SECOND, VOCAB, median_us
 
 LAUNCHES = 4
@@ -65,20 +66,37 @@ def time_sampling(num_rows: int) -> dict[str, float]:
     return times
 
 
-def time_verify(num_sequences: int, num_rows: int = 16) -> dict[str, float]:
-    def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.zeros(num_sequences, *shape, dtype=dtype, device="cuda")
+def time_verify(num_sequences: int, rows_each: int = 16) -> dict[str, float]:
+    """Keys and pages as at 500 tokens; a control buffer without news."""
 
-    anchors, positions = zeros(torch.int64), zeros(torch.int64)
-    ids, row_positions, chosen = (zeros(torch.int64, num_rows) for _ in range(3))
-    drafts, counts, lens = zeros(torch.int32, num_rows - 1), zeros(torch.int32), zeros(torch.int32)
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device="cuda")
+
+    lanes = LaneState.allocate(num_sequences, 64, "cuda")
+    lanes.positions.fill_(500)
+    staged = StagedRows.allocate(
+        num_sequences * rows_each, num_sequences, num_sequences * rows_each, 64, "cuda"
+    )
+    each = torch.arange(num_sequences, dtype=torch.int32, device="cuda")
+    control, num_clamped = zeros(16), zeros(num_sequences)
+    batch = BlockBatch(each, each, zeros(num_sequences, rows_each - 1), control)
+    chosen, finite = zeros(num_sequences, rows_each), zeros(num_sequences, rows_each)
+    results = zeros(num_sequences, rows_each + RESULT_WORDS)
+    ring = Published(zeros(num_sequences), zeros(num_sequences), zeros(num_sequences))
     return {
-        "assemble": median_us(
-            lambda _: assemble_block(anchors, drafts, positions, ids, row_positions, counts, VOCAB, pdl=True),
+        "updates": median_us(lambda _: apply_updates(control, 16, lanes, pdl=True), 8),
+        "stage": median_us(
+            lambda _: stage_blocks(
+                batch, lanes, staged, num_clamped, vocab_rows=VOCAB, page_size=16, positions_max=1024,
+                pdl=True,
+            ),
             8,
-        ),
+        ),  # fmt: skip
         "accept": median_us(
-            lambda _: accept_drafts(chosen, ids, lens, positions, counts, anchors, positions, pdl=True), 8
+            lambda _: accept_blocks(
+                chosen, finite, batch, lanes, staged, num_clamped, results, ring, pdl=True
+            ),
+            8,
         ),
     }
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 
-def assemble(
-    anchor: int, draft: list[int], position: int, vocab_rows: int
-) -> tuple[list[int], list[int], int]:
-    """Ids and positions of the rows, and how many drafts had to be clamped."""
-    clamped = [min(max(token, 0), vocab_rows - 1) for token in draft]
-    changed = sum(a != b for a, b in zip(draft, clamped, strict=True))
-    return [anchor, *clamped], [position + i for i in range(len(draft) + 1)], changed
+def assemble(anchor: int, draft: list[int] | None, num_rows: int, vocab_rows: int) -> tuple[list[int], int]:
+    """Ids of the rows, and how many drafts had to be clamped."""
+    given = [0] * (num_rows - 1) if draft is None else draft
+    clamped = [min(max(token, 0), vocab_rows - 1) for token in given]
+    return [anchor, *clamped], sum(a != b for a, b in zip(given, clamped, strict=True))
 
 
 def accept(chosen: list[int], ids: list[int], draft_len: int) -> tuple[int, int]:

@@ -1,0 +1,284 @@
+"""Runs launches on a GPU without ever waiting for it: one upload, one or two graphs, one download each.
+
+Positions, anchors and accept lengths live on the device, so a launch can follow another whose results
+nobody has seen. Owns the K/V storage, the arrays by lane and the graphs. Knows lanes and pages, not
+requests; nothing of how drafts get into the ring. On a CPU the same bodies run eagerly, in Triton's
+interpreter: for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from common import limits
+from common.contract import DraftContract
+from common.graphs import Graphs, MemoryReport, bucket_for, buckets_up_to
+from common.handoff.ring import Ring
+from common.kernels.lanes import LaneState
+from common.kernels.verify import RESULT_WORDS
+from common.layers.rope import POSITIONS_BEYOND_CONTEXT
+from services.target.core.control_buffer import (
+    LAUNCHES_IN_FLIGHT_MAX,
+    ExtendControl,
+    LaneControl,
+    PinnedRing,
+    Words,
+    join_words,
+)
+from services.target.core.device_launch import Launch, Results, Ticket
+from services.target.core.launch_clock import LaunchClock
+from services.target.core.request import SamplingParams
+from services.target.core.step_bodies import HandOver, StepMemory, block_body, extend_body
+from services.target.core.step_buffers import StepBuffers
+
+if TYPE_CHECKING:
+    from services.target.model.kernel_llama import KernelLlama
+
+# An extend graph takes a prompt for each of so many rows: with few prompts attention has few row tiles, and
+# so splits a long context over the GPU. The largest graph takes all.
+_ROWS_PER_EXTEND = 16
+
+
+def positions_max(max_len: int) -> int:
+    """Positions and keys that the engine's rows reach: what its model must be made for."""
+    return max_len + POSITIONS_BEYOND_CONTEXT
+
+
+class DeviceEngine:
+    """Used by one thread. `stream` carries all of its work, in order: others may enqueue between launches."""
+
+    def __init__(
+        self,
+        model: KernelLlama,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_lanes: int,
+        max_len: int,
+        extend_rows_max: int,
+        extends_max: int = 32,
+        synthetic_accept: float | None = None,
+        on_captured: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Allocates, and captures the graphs of plain decoding and of extends; on_captured hears how far it
+        is.
+
+        num_pages: usable pages, the sentinel comes on top. num_lanes: requests that run at once. max_len:
+        tokens of a request. extend_rows_max, extends_max: prompt rows and prompts of a launch.
+        synthetic_accept: for measurements, the mean accept length that verifies shall have.
+        """
+        device = model.device
+        cuda = device.type == "cuda"
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
+        self._model = model
+        self._num_lanes, self._page_size = num_lanes, page_size
+        self._extends_max, self._extend_rows_max = extends_max, extend_rows_max
+        self._synthetic_accepted = None if synthetic_accept is None else synthetic_accept - 1
+        self._on_captured = on_captured
+        self._lane_buckets = buckets_up_to(num_lanes)
+        self._row_buckets = [
+            rows for rows in buckets_up_to(extend_rows_max) if rows >= min(_ROWS_PER_EXTEND, extend_rows_max)
+        ]
+        num_pages_each = -(-positions_max(max_len) // page_size)
+        self._num_pages_each = num_pages_each
+
+        num_layers, num_kv_heads, head_dim = model.kv_shape
+        # Zeros, so that memory never written is finite; reads are bounded by length anyway.
+        kv = torch.zeros(
+            (num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_dim),
+            dtype=model.dtype, device=device,
+        )  # fmt: skip
+        results_max = 2 * extends_max + num_lanes * (limits.BLOCK_SIZE_MAX + RESULT_WORDS)
+        self._results = PinnedRing(results_max, device)
+        self._lane_control = LaneControl(num_lanes, num_pages, num_pages_each, device)
+        group = model.config.num_heads // num_kv_heads
+        self._extend_control = ExtendControl(
+            extend_rows_max, extends_max, num_lanes, group, model.dtype, device
+        )  # fmt: skip
+        self._memory = StepMemory(
+            model, kv, LaneState.allocate(num_lanes, num_pages_each, device), self._lane_control,
+            self._extend_control, self._results.device[: 2 * extends_max].view(extends_max, 2),
+            self._results.device[2 * extends_max :], page_size, positions_max(max_len),
+        )  # fmt: skip
+        self._extend_buffers = StepBuffers.allocate(
+            model, extend_rows_max, extends_max, extends_max, num_pages_each
+        )
+        self._plain_buffers = StepBuffers.allocate(model, num_lanes, num_lanes, num_lanes, num_pages_each)
+        self._draft_buffers: StepBuffers | None = None
+        self._captured_on_host: torch.Tensor | None = None
+
+        self._graph_bytes: dict[int, int] = {}
+        self._clock = LaunchClock(cuda)
+        self._number = 0
+        self._unread: set[int] = set()
+        self._joins: dict[int, Words] = {}
+        self._drafts: Words | None = None
+        self._draft: DraftContract | None = None
+        self._handover: HandOver | None = None
+        self._plain = self._capture(self._plain_buffers, 1, None)
+        self._drafting: Graphs | None = None
+
+    def prepare_drafting(self, draft: DraftContract, ring: Ring) -> None:
+        """Capture the graphs that verify this draft's blocks and hand states over through this ring. Waits
+        for the device. Does nothing for a contract and ring that were prepared last."""
+        if draft == self._draft and self._handover is not None and ring is self._handover.ring:
+            return
+        self._wait_for_device()
+        num_rows, shape = self._num_lanes * draft.block_size, ring.shape
+        assert (shape.block_size, shape.num_draft_tokens) == (draft.block_size, draft.num_draft_tokens)
+        assert draft.num_draft_tokens == draft.block_size - 1
+        assert shape.num_rows >= self._num_lanes and shape.extend_rows_max >= self._extend_rows_max
+        assert shape.captured_width == len(draft.captured_layer_ids) * self._model.config.hidden_size
+        self._draft = self._handover = self._drafting = self._captured_on_host = None
+        if self._draft_buffers is None or self._draft_buffers.hidden.shape[0] < num_rows:
+            self._draft_buffers = None
+            self._draft_buffers = StepBuffers.allocate(
+                self._model, num_rows, self._num_lanes, num_rows, self._num_pages_each
+            )
+        handover = HandOver(draft.captured_layer_ids, ring)
+        self._drafting = self._capture(self._draft_buffers, draft.block_size, handover)
+        self._draft, self._handover = draft, handover
+
+    def join(self, lane: int, sampling: SamplingParams) -> None:
+        """A request takes this lane: from the next launch on it has no pages, position 0, and its tokens are
+        chosen so."""
+        assert 0 <= lane < self._num_lanes, f"lane {lane} of {self._num_lanes}"
+        self._joins[lane] = join_words(lane, sampling)
+
+    def set_drafts(self, drafts: list[list[int]]) -> None:
+        """Drafts `[any, K]` for the next launch with drafts_inline."""
+        self._drafts = np.array(drafts, np.int32)
+
+    def launch(self, launch: Launch) -> Ticket:
+        """Enqueue a step. Never waits; at most LAUNCHES_IN_FLIGHT_MAX launches have results unread."""
+        drafting = launch.draft_rows is not None
+        graphs = self._drafting if drafting else self._plain
+        assert graphs is not None, "prepare_drafting comes first"
+        assert launch.lanes or launch.extends, "nothing to run"
+        rows_each = self._draft.block_size if drafting and self._draft else 1
+        number = self._number
+        assert number - LAUNCHES_IN_FLIGHT_MAX not in self._unread, f"results of launch {number} are unread"
+        lane_bucket = bucket_for(self._lane_buckets, len(launch.lanes)) if launch.lanes else 0
+        num_rows = sum(len(extend.token_ids) for extend in launch.extends)
+        with torch.cuda.stream(self.stream):
+            self._clock.begin(number)
+            self._lane_control.upload(
+                number, launch.lanes, launch.draft_rows or (), lane_bucket, list(self._joins.values()),
+                launch.pages, self._drafts if launch.drafts_inline else None,
+            )  # fmt: skip
+            if launch.extends:
+                row_bucket = self._extend_bucket(num_rows, len(launch.extends))
+                self._extend_control.upload(number, launch.extends, row_bucket, self._extends_of(row_bucket))
+                graphs.replay(("extend", row_bucket))
+            self._clock.split(number)
+            if launch.lanes:
+                graphs.replay(("blocks", lane_bucket))
+            num_words = 2 * self._extends_max + len(launch.lanes) * (rows_each + RESULT_WORDS)
+            self._results.download(number, num_words)
+            self._clock.end(number)
+        self._joins.clear()
+        self._number += 1
+        self._unread.add(number)
+        return Ticket(number, len(launch.extends), len(launch.lanes), rows_each, num_rows)
+
+    def results_to_host(self, ticket: Ticket) -> Results:
+        """Wait until that launch is done. Each ticket is good once."""
+        self._unread.remove(ticket.number)
+        times = self._clock.wait(ticket.number)
+        words = self._results.words(ticket.number)
+        extends = words[: 2 * ticket.num_extends].reshape(-1, 2).copy()
+        width = ticket.rows_each + RESULT_WORDS
+        blocks = words[2 * self._extends_max :][: ticket.num_lanes * width].reshape(-1, width).copy()
+        num_accepted, finite, num_clamped = blocks[:, ticket.rows_each :].T
+        return Results(
+            tokens=blocks[:, : ticket.rows_each], num_accepted=num_accepted, finite=finite != 0,
+            num_clamped=num_clamped, extend_tokens=extends[:, 0], extend_finite=extends[:, 1] != 0,
+            extend_s=times.extend_s, verify_s=times.verify_s, gpu_s=times.total_s,
+        )  # fmt: skip
+
+    def captured_to_host(self, ticket: Ticket) -> torch.Tensor:
+        """States that the last launch captured `[extend rows + S · R, W]`: those of the extends in order,
+        then each lane's block. Waits for the device; overwritten by the next call."""
+        assert ticket.number == self._number - 1 and self._handover is not None
+        ring = self._handover.ring
+        num_extend, num_block = ticket.num_extend_rows, ticket.num_lanes * ticket.rows_each
+        if self._captured_on_host is None:
+            num_rows = self._extend_rows_max + self._num_lanes * ring.shape.block_size
+            self._captured_on_host = torch.empty(
+                num_rows, ring.shape.captured_width, dtype=ring.shape.dtype,
+                pin_memory=self.stream is not None,
+            )  # fmt: skip
+        captured = self._captured_on_host[: num_extend + num_block]
+        with torch.cuda.stream(self.stream):
+            captured[:num_extend].copy_(ring.extend_captured[:num_extend], non_blocking=True)
+            captured[num_extend:].copy_(ring.verify_captured[:num_block], non_blocking=True)
+        self._wait_for_device()
+        return captured
+
+    def zero_pages(self, pages: list[int]) -> None:
+        """Overwrite pages that held numbers which were not finite, once all launches so far are done."""
+        pages_of_kv = self._memory.kv.unflatten(2, (-1, self._page_size))
+        with torch.cuda.stream(self.stream):
+            for page in pages:
+                pages_of_kv[:, :, page].zero_()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes on the device beside the weights and the model's activations."""
+        verifies = self._draft_buffers.num_bytes if self._draft_buffers else 0
+        return [
+            ("K/V pages", self._memory.kv.nbytes),
+            ("rows and logits of verifies", verifies),
+            ("rows and logits of plain steps", self._plain_buffers.num_bytes),
+            ("rows and logits of extends", self._extend_buffers.num_bytes),
+            ("page tables by lane", self._memory.lanes.page_table.nbytes),
+            ("CUDA graphs", sum(self._graph_bytes.values())),
+        ]
+
+    def _capture(self, buffers: StepBuffers, rows_each: int, handover: HandOver | None) -> Graphs:
+        """Graphs over blocks of rows_each rows and over extends, recorded on padding."""
+        self._wait_for_device()
+        self._lane_control.reset()
+        self._extend_control.reset()
+        self._wait_for_device()
+        free_bytes = self._free_bytes()
+        graphs = Graphs(self._model.device, self.stream)
+        bodies: list[tuple[Hashable, Callable[[], None]]] = []
+        for num_rows in reversed(self._row_buckets):
+            num_extends = self._extends_of(num_rows)
+            body = partial(
+                extend_body, self._memory, self._extend_buffers, num_rows, num_extends, handover
+            )  # fmt: skip
+            bodies.append((("extend", num_rows), body))
+        for num_lanes in reversed(self._lane_buckets):
+            body = partial(
+                block_body, self._memory, buffers, num_lanes, rows_each, handover, self._synthetic_accepted
+            )
+            bodies.append((("blocks", num_lanes), body))
+        graphs.capture_all(bodies, self._on_captured)
+        self._graph_bytes[rows_each] = free_bytes - self._free_bytes()
+        return graphs
+
+    def _extends_of(self, row_bucket: int) -> int:
+        """Prompts that the graph of so many rows takes."""
+        if row_bucket == self._extend_rows_max:
+            return self._extends_max
+        return min(self._extends_max, -(-row_bucket // _ROWS_PER_EXTEND))
+
+    def _extend_bucket(self, num_rows: int, num_extends: int) -> int:
+        bucket = bucket_for(self._row_buckets, num_rows)
+        assert num_extends <= self._extends_max, f"{num_extends} prompts of {self._extends_max}"
+        while self._extends_of(bucket) < num_extends:
+            bucket = bucket_for(self._row_buckets, bucket + 1)
+        return bucket
+
+    def _wait_for_device(self) -> None:
+        if self.stream is not None:
+            torch.cuda.synchronize(self.stream.device)
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.stream.device)[0] if self.stream is not None else 0
