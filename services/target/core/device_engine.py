@@ -8,7 +8,7 @@ interpreter: for tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,8 @@ class DeviceEngine:
         extend_rows_max: int,
         extends_max: int = 32,
         synthetic_accept: float | None = None,
+        lane_buckets: Sequence[int] = (),
+        extend_buckets: Sequence[int] = (),
         on_captured: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Allocates, and captures the graphs of plain decoding and of extends; on_captured hears how far it
@@ -70,7 +72,9 @@ class DeviceEngine:
 
         num_pages: usable pages, the sentinel comes on top. num_lanes: requests that run at once. max_len:
         tokens of a request. extend_rows_max, extends_max: prompt rows and prompts of a launch.
-        synthetic_accept: for measurements, the mean accept length that verifies shall have.
+        synthetic_accept: for measurements, the mean accept length that verifies shall have. lane_buckets,
+        extend_buckets: batch sizes and prompt rows that get graphs, rising; where none are given, enough for
+        little padding at any load.
         """
         device = model.device
         cuda = device.type == "cuda"
@@ -80,10 +84,11 @@ class DeviceEngine:
         self._extends_max, self._extend_rows_max = extends_max, extend_rows_max
         self._synthetic_accepted = None if synthetic_accept is None else synthetic_accept - 1
         self._on_captured = on_captured
-        self._lane_buckets = buckets_up_to(num_lanes)
-        self._row_buckets = [
+        self._lane_buckets = list(lane_buckets) or buckets_up_to(num_lanes)
+        self._row_buckets = list(extend_buckets) or [
             rows for rows in buckets_up_to(extend_rows_max) if rows >= min(_ROWS_PER_EXTEND, extend_rows_max)
         ]
+        assert self._lane_buckets[-1] == num_lanes and self._row_buckets[-1] == extend_rows_max
         num_pages_each = -(-positions_max(max_len) // page_size)
         self._num_pages_each = num_pages_each
 
