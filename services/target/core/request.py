@@ -6,10 +6,14 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from common import limits
 from common.errors import InvalidRequest, TandemError
 from common.paged_kv import PageTable
+
+if TYPE_CHECKING:
+    from services.target.core.lanes_scheduler import Ride
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ class Request:
     """One request. Created by the front with checked fields; afterwards only the core touches it.
 
     tokens is the prompt followed by what was committed; cached_len counts the tokens whose K/V is
-    stored. In steady decoding cached_len = committed_len - 1 and the last token is the anchor.
+    stored, or will be by what was launched. In steady decoding cached_len = committed_len - 1 and the
+    last token is the anchor.
     """
 
     request_id: str
@@ -116,6 +121,8 @@ class Request:
     """Filled by the core at admission; unique in this process."""
     page_table: PageTable | None = None
     """Filled by the scheduler while the request is RUNNING."""
+    ride: Ride | None = None
+    """Filled by a scheduler with lanes; stays after a preemption, for what is still in flight."""
 
     tokens: list[int] = field(default_factory=list)
     cached_len: int = 0

@@ -40,6 +40,7 @@ class RequestLoop(abc.ABC):
         self._clock = clock
         self._stats = self._take_stats()
         self._observed_stats: CoreStats | None = None
+        self._num_preemptions_observed = 0
 
     @abc.abstractmethod
     def step(self) -> None:
@@ -113,6 +114,9 @@ class RequestLoop(abc.ABC):
 
     def _observe(self, report: StepReport) -> None:
         """Tell of a step, or of stats that changed without one."""
+        if report.num_requests:
+            report.num_preemptions = self._roster.num_preemptions - self._num_preemptions_observed
+            self._num_preemptions_observed += report.num_preemptions
         if report.num_requests or self._stats != self._observed_stats:
             self._observer.observe_step(report, self._stats)
             self._observed_stats = self._stats

@@ -63,7 +63,6 @@ class StepLoop(RequestLoop):
         drafts = self._draft_source.collect()
         collected = self._clock()
         self._rewind_lost_contexts(self._draft_source.lost_sessions())
-        preempted = self._scheduler.num_preemptions
         batch = self._scheduler.next_batch(drafts.tokens)
         scheduled = self._clock()
         captured_layer_ids = self._draft_source.captured_layer_ids
@@ -77,7 +76,6 @@ class StepLoop(RequestLoop):
             for event in outcome.events:
                 outcome.scheduled.request.emit(event)
         report = self._report(batch, outcomes, drafts, output.captured)
-        report.num_preemptions = self._scheduler.num_preemptions - preempted
         ended = self._clock()
 
         report.draft_wait_s, report.forward_s = collected - began, computed - scheduled
