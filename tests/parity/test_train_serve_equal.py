@@ -41,10 +41,11 @@ def _span(num_rows: int, num_keys: int) -> RaggedBatch:
     return RaggedBatch(positions, positions, [Span(0, num_rows, slice(0, num_keys), num_keys)])
 
 
+@pytest.mark.parametrize("qwen3", [False, True])
 def test_states_captured_in_training_are_those_the_served_target_captures(
-    tmp_path: Path, rng: torch.Generator
+    tmp_path: Path, rng: torch.Generator, qwen3: bool
 ) -> None:
-    directory = build_tiny_llama_dir(tmp_path / "target", SEED, vocab_size=VOCAB)
+    directory = build_tiny_llama_dir(tmp_path / "target", SEED, vocab_size=VOCAB, qwen3=qwen3)
     tokens = torch.randint(0, VOCAB, (3, LENGTH), generator=rng)
     captured = DenseTarget(directory, torch.device("cpu"), torch.float32).capture(tokens, (2, 0))
 
