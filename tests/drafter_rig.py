@@ -20,7 +20,8 @@ from common.pb.tandem.v1 import drafter_pb2 as pb
 from common.pb.tandem.v1 import drafter_pb2_grpc
 from common.rpc import open_channel
 from services.drafter.config import DrafterSettings
-from services.drafter.service import DrafterService, load_model
+from services.drafter.loading import load_drafter
+from services.drafter.service import DrafterService
 
 
 class DrafterRig:
@@ -159,10 +160,10 @@ async def serving_drafter(checkpoints: tuple[Path, Path], **settings: Any) -> As
         model=str(draft_dir), target_model=str(target_dir), listen=str(address),
         **({"kv_tokens": 2048, "page_size": 8} | settings),
     )  # fmt: skip
-    model, facts = load_model(configured)
+    loaded = load_drafter(configured)
     failures: list[str] = []
-    service = DrafterService(configured, model, facts, failures.append)
-    rig = DrafterRig(service, facts, address)
+    service = DrafterService(configured, loaded, failures.append)
+    rig = DrafterRig(service, loaded.facts, address)
     rig.failures = failures
     await service.start()
     await service.set_serving(True)

@@ -23,11 +23,11 @@ def main() -> int:
     get_log("drafter").info("configuration", **settings.model_dump())
     limit_spinning()
     # Imported here: `--help` and a wrong setting need not wait seconds for torch.
-    from services.drafter.service import load_model, serve
+    from services.drafter.loading import load_drafter
+    from services.drafter.service import serve
 
     try:
-        model, facts = load_model(settings)
-        return asyncio.run(serve(settings, model, facts))
+        return asyncio.run(serve(settings, load_drafter(settings)))
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -37,6 +37,10 @@ class DrafterSettings(ServiceSettings):
         description="tokens of context that all sessions together can hold, draft blocks included",
     )  # fmt: skip
     page_size: int = Field(64, ge=1, le=limits.PAGE_SIZE_MAX, description="tokens in a page of the KV cache")
+    extend_rows_max: int = Field(
+        2048, ge=1, le=limits.EXTEND_ROWS_MAX,
+        description="prompt tokens that a target on the same GPU may hand over in a step",
+    )  # fmt: skip
     lease_s: float = Field(
         limits.SESSION_LEASE_S, gt=0, le=3600, allow_inf_nan=False,
         description="seconds after which a session that no message named is closed",

@@ -1,16 +1,20 @@
 """A target's connection through the hand-off ring: its flags, and the steps of it that are in flight.
 
-Facts and two interfaces; no rules. Must not know streams, sessions or CUDA.
+Facts, two interfaces, and which rings an engine can work over. Must not know streams, sessions or CUDA.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from common.contract import Mismatch
+
 if TYPE_CHECKING:
-    from common.handoff.ring import Ring
+    from common.errors import TandemError
+    from common.handoff.ring import Ring, RingShape
     from services.drafter.device_runner import Launched
 
 
@@ -38,12 +42,33 @@ class RingFlags(Protocol):
 
 @dataclass(eq=False)
 class DeviceLink:
-    """One connection. The engine's thread changes last_sequence and in_flight (oldest first); is_lost is set
-    once, by the event loop, after which nothing is launched."""
+    """One connection.
+
+    The engine's thread changes last_sequence and in_flight (oldest first). The rest is the event loop's:
+    end_stream ends the stream that has claimed the link, None before; step_began_s: since when (monotonic)
+    the device is at the oldest step, None when it waits or is idle; is_lost is set once, after which nothing
+    is launched.
+    """
 
     target_instance_id: str
     ring: Ring
     flags: RingFlags
     last_sequence: int = 0
     in_flight: deque[Launched] = field(default_factory=deque)
+    end_stream: Callable[[TandemError], None] | None = None
+    step_began_s: float | None = None
     is_lost: bool = False
+
+
+def ring_mismatches(largest: RingShape, offered: RingShape) -> list[Mismatch]:
+    """What keeps an engine whose largest ring this is from working over an offered one."""
+    wrong = []
+    for name in ("block_size", "num_draft_tokens", "captured_width", "dtype"):
+        ours, theirs = getattr(largest, name), getattr(offered, name)
+        if ours != theirs:
+            wrong.append(Mismatch(name, ours, theirs))
+    for name in ("num_rows", "extend_rows_max"):
+        ours, theirs = getattr(largest, name), getattr(offered, name)
+        if theirs > ours:
+            wrong.append(Mismatch(name, f"at most {ours}", theirs))
+    return wrong

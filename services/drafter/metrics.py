@@ -39,8 +39,13 @@ class DrafterMetrics:
         self._unaccounted = metrics.gauge(
             "pages_unaccounted", "KV pages neither free nor owned; not 0 is a bug."
         )
+        self._lanes_unaccounted = metrics.gauge(
+            "lanes_unaccounted", "Device lanes neither free nor owned; not 0 is a bug."
+        )
         self._heartbeat_age = metrics.gauge(
-            "gpu_thread_heartbeat_age_seconds", "How long the engine's thread has been at its present job."
+            "gpu_thread_heartbeat_age_seconds",
+            "How long the engine's thread has been at its present job, or the device at a step whose states "
+            "are there.",
         )
         self._opened = metrics.counter("sessions_opened_total", "Sessions opened or re-opened.")
         self._closed = metrics.counters(
@@ -74,14 +79,17 @@ class DrafterMetrics:
             self._draft_tokens.inc(reply.num_blocks * self._num_draft_tokens)
         self._count(verdict.outcome for verdict in reply.verdicts)
 
-    def observe_table(self, num_sessions: int, usage: float, num_pages_unaccounted: int) -> None:
+    def observe_table(
+        self, num_sessions: int, usage: float, num_pages_unaccounted: int, num_lanes_unaccounted: int
+    ) -> None:
         """The session table as it is now."""
         self._num_sessions.set(num_sessions)
         self._kv_usage.set(usage)
         self._unaccounted.set(num_pages_unaccounted)
+        self._lanes_unaccounted.set(num_lanes_unaccounted)
 
     def observe_engine(self, queue_depth: int, heartbeat_age_s: float) -> None:
-        """The engine's thread as it is now."""
+        """The engine's thread and the device as they are now."""
         self._queue_depth.set(queue_depth)
         self._heartbeat_age.set(heartbeat_age_s)
 

@@ -8,26 +8,22 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-import uuid
 from collections.abc import Callable
 
 from common.address import Address
-from common.embedding import load_shared_weights
 from common.lifecycle import Lifecycle, watch_event_loop
 from common.log import get_log
 from common.metrics import CommonMetrics, Metrics, MetricsPage, serve_metrics
-from common.model_dir import resolve_model_dir
-from common.paged_kv import PagePool
 from common.pb.tandem.v1 import drafter_pb2_grpc
 from common.rpc import HEALTH_METHODS, RpcServer, method_names
-from common.threads import confine_tensor_work, spread_tensor_work
-from common.wire import dtype_from_name
+from common.threads import spread_tensor_work
 from services.drafter.config import DrafterSettings
-from services.drafter.desk import DrafterDesk, DrafterFacts
-from services.drafter.engine import DraftEngine
+from services.drafter.desk import DrafterDesk
+from services.drafter.device_links import DeviceLinks
+from services.drafter.device_runner import DeviceRunner
 from services.drafter.engine_thread import EngineThread
+from services.drafter.loading import LoadedDrafter
 from services.drafter.metrics import PREFIX, DrafterMetrics
-from services.drafter.model.dflash import DFlash
 from services.drafter.servicer import SERVICE, DrafterServicer
 from services.drafter.session_table import SessionTable
 from services.drafter.step import StepRunner
@@ -44,9 +40,10 @@ class DrafterService:
     """All parts of a drafter; a common.lifecycle.Service. Made on the event loop."""
 
     def __init__(
-        self, settings: DrafterSettings, model: DFlash, facts: DrafterFacts, on_failure: Callable[[str], None]
+        self, settings: DrafterSettings, loaded: LoadedDrafter, on_failure: Callable[[str], None]
     ) -> None:
-        """on_failure is called, on the engine's thread, when the engine is broken."""
+        """on_failure is called, from any thread, when the engine or its device is broken."""
+        facts, ring_work = loaded.facts, loaded.ring_work
         metrics = Metrics(PREFIX, settings.served_name)
         self._registry = metrics.registry
         self._address = settings.listen_address
@@ -56,21 +53,26 @@ class DrafterService:
         self._metrics = DrafterMetrics(
             metrics, facts.captured_width * facts.dtype.itemsize, facts.draft.num_draft_tokens
         )
-        pool = PagePool(settings.kv_tokens // settings.page_size, settings.page_size)
         table = SessionTable(
-            pool,
+            loaded.pool,
             num_sessions_max=settings.num_sessions_max,
             context_len_max=facts.draft.context_len_max,
             block_size=facts.draft.block_size,
             lease_s=settings.lease_s,
             clock=time.monotonic,
             observer=self._metrics,
+            has_lanes=ring_work is not None,
         )
-        runner = StepRunner(table, DraftEngine(model, pool), facts.target.vocab_rows)
-        self._desk = DrafterDesk(facts, table, runner, self._metrics)
+        runner = StepRunner(table, loaded.engine, facts.target.vocab_rows)
+        device_runner = make_flags = None
+        if ring_work is not None:
+            device_runner = DeviceRunner(table, ring_work.engine, facts.draft.block_size)
+            make_flags = ring_work.make_flags
+        self._desk = DrafterDesk(facts, table, runner, self._metrics, device_runner)
         prepare = functools.partial(spread_tensor_work, settings.threads)
         self._engine_thread = EngineThread(on_failure, prepare)
-        self._servicer = DrafterServicer(facts, self._desk, self._engine_thread)
+        self._links = DeviceLinks(self._desk, self._engine_thread, make_flags, on_failure)
+        self._servicer = DrafterServicer(facts, self._desk, self._engine_thread, self._links)
         self._rpc = RpcServer([SERVICE.full_name], self._calls.observe_server_call)
         drafter_pb2_grpc.add_DrafterServiceServicer_to_server(self._servicer, self._rpc.server)
 
@@ -87,9 +89,11 @@ class DrafterService:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
 
     async def watch_engine(self) -> None:
-        """Refresh the gauges of the engine's thread, also while a job hangs there. Never returns."""
+        """Refresh the gauges of the engine's thread and device, also while a job or a step hangs there.
+        Never returns."""
         while True:
-            self._metrics.observe_engine(self._servicer.queue_depth, self._engine_thread.heartbeat_age_s)
+            age_s = max(self._engine_thread.heartbeat_age_s, self._links.step_age_s)
+            self._metrics.observe_engine(self._servicer.queue_depth, age_s)
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
 
     async def watch_event_loop(self) -> None:
@@ -108,32 +112,16 @@ class DrafterService:
         """End the streams with an error, close."""
         self._servicer.end_streams()
         await self._rpc.stop(_FLUSH_S)
+        await self._links.close()
         self._engine_thread.close()
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
 
 
-def load_model(settings: DrafterSettings) -> tuple[DFlash, DrafterFacts]:
-    """Read and check both checkpoints. Raises ConfigError or CheckpointError."""
-    confine_tensor_work()
-    draft_dir = resolve_model_dir(settings.model, field="model")
-    target_dir = resolve_model_dir(settings.target_model, field="target_model")
-    shared, target = load_shared_weights(target_dir, dtype_from_name(settings.dtype))
-    model = DFlash.load(draft_dir, shared, target)
-    settings.check_capacity(model.contract.block_size)
-    return model, DrafterFacts(
-        instance_id=uuid.uuid4().hex,
-        target=target,
-        draft=model.contract,
-        dtype=model.dtype,
-        num_sessions_max=settings.num_sessions_max,
-        lease_s=settings.lease_s,
-    )
-
-
-async def serve(settings: DrafterSettings, model: DFlash, facts: DrafterFacts) -> int:
+async def serve(settings: DrafterSettings, loaded: LoadedDrafter) -> int:
     """Serve until a signal or a failure; the exit status. Raises ConfigError when it cannot start."""
-    service = DrafterService(settings, model, facts, on_failure=lambda reason: life.fail(reason))
+    facts = loaded.facts
+    service = DrafterService(settings, loaded, on_failure=lambda reason: life.fail(reason))
     life = Lifecycle(service, settings.grace_s)
     address = await service.start()
     life.supervise("housekeeping", service.keep_house())
@@ -142,6 +130,7 @@ async def serve(settings: DrafterSettings, model: DFlash, facts: DrafterFacts) -
     log.info(
         "ready",
         listen=str(address),
+        device=settings.device,
         instance_id=facts.instance_id,
         model=settings.served_name,
         block_size=facts.draft.block_size,

@@ -17,6 +17,8 @@ from common.errors import InvalidRequest, Unavailable
 from common.log import get_log
 from common.pb.tandem.v1 import drafter_pb2, drafter_pb2_grpc
 from services.drafter.desk import DrafterDesk, DrafterFacts
+from services.drafter.device_links import DeviceLinks
+from services.drafter.device_stream import DeviceStream
 from services.drafter.draft_stream import DraftStream
 from services.drafter.engine_thread import EngineThread
 from services.drafter.instances import TargetInstances
@@ -32,12 +34,15 @@ DRAIN_POLL_S = 0.05
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     """Answers tandem.v1.DrafterService. Lives on the event loop."""
 
-    def __init__(self, facts: DrafterFacts, desk: DrafterDesk, engine_thread: EngineThread) -> None:
+    def __init__(
+        self, facts: DrafterFacts, desk: DrafterDesk, engine_thread: EngineThread, links: DeviceLinks
+    ) -> None:
         self._facts = facts
         self._desk = desk
         self._engine_thread = engine_thread
+        self._links = links
         self._instances = TargetInstances()
-        self._streams: set[DraftStream] = set()
+        self._streams: set[DraftStream | DeviceStream] = set()
 
     async def Handshake(
         self, request: drafter_pb2.HandshakeRequest, context: Any
@@ -51,6 +56,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             )
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(str(m) for m in wrong))
         living = self._instances.admit(request.target_instance_id)
+        await self._links.forget_others(living)
         num_dropped = await self._engine_thread.run(self._desk.drop_other_instances, living)
         log.info("handshake", target=request.target_instance_id, num_sessions_dropped=num_dropped)
         return drafter_pb2.HandshakeResponse(
@@ -66,8 +72,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def Draft(
         self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[drafter_pb2.DraftResponse]:
-        """One stream, from its first message to its end. Its sessions outlive it, until their lease ends:
-        the target may come back."""
+        """One stream, from its first message to its end. Its sessions outlive it when it was inline, until
+        their lease ends: the target may come back."""
         arriving = aiter(requests)
         first = await anext(arriving, None)
         if first is None:
@@ -78,7 +84,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "target_instance_id: must be of a target that shook hands with this drafter",
             )
-        stream = DraftStream(self._desk, self._engine_thread)
+        stream = self._open_stream(instance_id)
         self._instances.stream_began(instance_id)
         self._streams.add(stream)
         try:
@@ -117,6 +123,12 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         """End all streams; their targets go on without drafts."""
         for stream in self._streams:
             stream.end(Unavailable("the drafter stops"))
+
+    def _open_stream(self, instance_id: str) -> DraftStream | DeviceStream:
+        link = self._links.unclaimed(instance_id)
+        if link is None:
+            return DraftStream(self._desk, self._engine_thread)
+        return DeviceStream(self._desk, self._engine_thread, self._links, link)
 
     def _unmet(self, request: drafter_pb2.HandshakeRequest) -> list[Mismatch]:
         if request.protocol_version != PROTOCOL_VERSION:

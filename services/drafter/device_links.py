@@ -1,0 +1,137 @@
+"""Which target's ring the engine works over, from the handshake to the end of its stream: one at a time.
+
+Lives on the event loop. A link that is lost is never waited for on the device's side: its waits are released
+first, then what was launched is let run out, then its sessions end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from common.errors import Overloaded, Unavailable
+from common.handoff.cuda_driver import DriverError
+from common.log import get_log
+from services.drafter.desk import DrafterDesk
+from services.drafter.device_link import DeviceLink, RingFlags
+from services.drafter.engine_thread import EngineThread
+
+if TYPE_CHECKING:
+    from common.handoff.ring import FlagPointers, Ring
+
+log = get_log("device_links")
+
+# How often a lost link's work is looked at, and its waits are released again: a target that still lives may
+# write its own, lower value over a release.
+_RUN_OUT_POLL_S = 0.01
+# What was launched is some milliseconds of work once its waits are released.
+_RUN_OUT_DEADLINE_S = 10.0
+
+
+class DeviceLinks:
+    """The present link, and the lost ones whose work still runs out."""
+
+    def __init__(
+        self,
+        desk: DrafterDesk,
+        engine_thread: EngineThread,
+        make_flags: Callable[[FlagPointers], RingFlags] | None,
+        on_failure: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """make_flags: of the connection that has these; None where the engine works over no ring, and nobody
+        attaches one. on_failure is called when lost work does not run out: the device hangs."""
+        self._desk = desk
+        self._engine_thread = engine_thread
+        self._make_flags = make_flags
+        self._on_failure = on_failure
+        self._clock = clock
+        self._link: DeviceLink | None = None
+        self._ring_of: str | None = None
+        self._endings: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+
+    async def attach(self, target_instance_id: str, ring: Ring, flag_slot: int) -> None:
+        """Let the engine work over a target's ring, for the next stream of that target. Sessions that the
+        target holds end. Takes seconds when graphs have to be captured over a ring that is new.
+
+        An earlier link of the same target ends, with its stream. Overloaded while a stream of another target
+        has the engine.
+        """
+        assert self._make_flags is not None, "an offer is refused where there is no ring"
+        async with self._turn:
+            held = self._link
+            if held is not None:
+                if held.end_stream is not None:
+                    if held.target_instance_id != target_instance_id:
+                        raise Overloaded("targets with a ring", limit=1, given=2)
+                    held.end_stream(Unavailable("a newer connection of this target has taken over"))
+                self.lose(held)
+            await self._all_run_out()
+            link = DeviceLink(target_instance_id, ring, self._make_flags(ring.flag_pointers(flag_slot)))
+            self._ring_of = target_instance_id
+            await self._engine_thread.run(self._desk.attach, link)
+            self._link = link
+
+    def unclaimed(self, target_instance_id: str) -> DeviceLink | None:
+        """The link for a stream of this target that begins now; None when there is none, or another stream
+        has it."""
+        link = self._link
+        if link is None or link.target_instance_id != target_instance_id or link.end_stream is not None:
+            return None
+        return link
+
+    def lose(self, link: DeviceLink) -> None:
+        """The link is over. Returns at once; again changes nothing."""
+        if link.is_lost:
+            return
+        link.is_lost = True
+        if self._link is link:
+            self._link = None
+        ending = asyncio.create_task(self._run_out(link))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def forget_others(self, living: Collection[str]) -> None:
+        """Let go of the ring of a target life that is not among `living`: its memory would stay mapped."""
+        async with self._turn:
+            if self._ring_of is None or self._ring_of in living:
+                return
+            if self._link is not None:
+                self.lose(self._link)
+            await self._all_run_out()
+            self._ring_of = None
+            await self._engine_thread.run(self._desk.detach)
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the device has been at a step whose states are there; 0 when it waits for some."""
+        began_s = self._link.step_began_s if self._link is not None else None
+        return 0.0 if began_s is None else self._clock() - began_s
+
+    async def close(self) -> None:
+        """End the link; return when nothing of it runs any more."""
+        if self._link is not None:
+            self.lose(self._link)
+        await self._all_run_out()
+
+    async def _all_run_out(self) -> None:
+        await asyncio.gather(*self._endings)
+
+    async def _run_out(self, link: DeviceLink) -> None:
+        # An engine that failed has ended the service already.
+        with contextlib.suppress(Unavailable):
+            try:
+                async with asyncio.timeout(_RUN_OUT_DEADLINE_S):
+                    link.flags.release()
+                    while not await self._engine_thread.run(self._desk.is_idle, link):
+                        await asyncio.sleep(_RUN_OUT_POLL_S)
+                        link.flags.release()
+            except (TimeoutError, DriverError) as error:
+                log.error("device_hangs", reason=type(error).__name__)
+                self._on_failure("device")
+                return
+            await self._engine_thread.run(self._desk.end_link, link)

@@ -1,0 +1,162 @@
+"""What a drafter computes with, from its settings: weights, cache, and the engine that fits the device.
+
+Composition only. What only a GPU needs is imported when there is one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common import limits
+from common.contract import DraftContract, TargetContract
+from common.device import find_device
+from common.embedding import SharedWeights, load_shared_weights
+from common.errors import ConfigError
+from common.handoff.ring import FlagPointers, RingShape
+from common.log import get_log
+from common.model_dir import resolve_model_dir
+from common.paged_kv import PagePool
+from common.threads import confine_tensor_work
+from common.wire import dtype_from_name
+from services.drafter.config import DrafterSettings
+from services.drafter.desk import DrafterFacts
+from services.drafter.device_link import RingFlags
+from services.drafter.device_runner import DeviceEngine
+from services.drafter.engine import DraftEngine
+from services.drafter.model.dflash import DFlash
+from services.drafter.model.dflash_weights import Draft
+from services.drafter.step import InlineEngine
+
+log = get_log("loading")
+
+
+@dataclass(frozen=True)
+class RingWork:
+    """What work over hand-off rings is done with. make_flags: of the connection that has these."""
+
+    engine: DeviceEngine
+    make_flags: Callable[[FlagPointers], RingFlags]
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """All that is made once from settings and checkpoints. engine serves inline messages; ring_work is None
+    where there is no hand-off ring."""
+
+    facts: DrafterFacts
+    pool: PagePool
+    engine: InlineEngine
+    ring_work: RingWork | None = None
+
+
+def load_drafter(settings: DrafterSettings) -> LoadedDrafter:
+    """Read and check both checkpoints, allocate the cache. Raises ConfigError or CheckpointError."""
+    confine_tensor_work()
+    dtype = dtype_from_name(settings.dtype)
+    device = find_device(settings.device, dtype)
+    draft_dir = resolve_model_dir(settings.model, field="model")
+    target_dir = resolve_model_dir(settings.target_model, field="target_model")
+    shared, target = load_shared_weights(target_dir, dtype, device)
+    load = _load_for_gpu if device.type == "cuda" else _load_for_cpu
+    return load(settings, draft_dir, shared, target)
+
+
+def _load_for_cpu(
+    settings: DrafterSettings, draft_dir: Path, shared: SharedWeights, target: TargetContract
+) -> LoadedDrafter:
+    model = DFlash.load(draft_dir, shared, target)
+    settings.check_capacity(model.contract.block_size)
+    pool = _open_pool(settings)
+    facts = _facts(settings, target, model.contract, model.dtype)
+    return LoadedDrafter(facts, pool, DraftEngine(model, pool))
+
+
+def _load_for_gpu(
+    settings: DrafterSettings, draft_dir: Path, shared: SharedWeights, target: TargetContract
+) -> LoadedDrafter:
+    """Captures the graphs that need no ring: some seconds."""
+    from common.handoff.flags import SideStream
+    from services.drafter.device_engine import DeviceDraftEngine
+    from services.drafter.model.kernel_dflash import KernelDFlash
+    from services.drafter.stream_flags import StreamFlags
+
+    draft = Draft.load(draft_dir, shared, target)
+    contract, dtype = draft.contract, shared.embedding.dtype
+    settings.check_capacity(contract.block_size)
+    ring = largest_ring(settings, target, contract, dtype)
+    pool = _open_pool(settings)
+    positions_max = contract.context_len_max + contract.block_size
+    try:
+        model = KernelDFlash(
+            draft,
+            shared,
+            page_size=settings.page_size,
+            num_rows_max=max(ring.num_rows * ring.block_size, ring.extend_rows_max),
+            num_keys_max=positions_max,
+            max_positions=positions_max,
+        )
+        engine = DeviceDraftEngine(
+            model,
+            num_pages=pool.num_pages,
+            page_size=pool.page_size,
+            num_lanes=settings.num_sessions_max,
+            num_rows_max=ring.num_rows,
+            extend_rows_max=ring.extend_rows_max,
+            context_len_max=contract.context_len_max,
+            on_captured=_log_captured,
+        )
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            "kv_tokens", "must fit the GPU's memory beside the weights", given=settings.kv_tokens
+        ) from None
+    log.info("device_memory", **{name.replace(" ", "_"): size for name, size in engine.memory})
+    stream = engine.stream
+    assert stream is not None
+    side = SideStream(stream.device)
+    facts = _facts(settings, target, contract, dtype, ring)
+    return LoadedDrafter(
+        facts, pool, engine, RingWork(engine, lambda pointers: StreamFlags(pointers, stream, side))
+    )
+
+
+def largest_ring(
+    settings: DrafterSettings, target: TargetContract, contract: DraftContract, dtype: torch.dtype
+) -> RingShape:
+    """The largest hand-off ring that these settings allow: a batch row for each session."""
+    return RingShape(
+        num_rows=min(settings.num_sessions_max, limits.REQUESTS_RUNNING_MAX),
+        block_size=contract.block_size,
+        num_draft_tokens=contract.num_draft_tokens,
+        captured_width=len(contract.captured_layer_ids) * target.hidden_size,
+        dtype=dtype,
+        extend_rows_max=settings.extend_rows_max,
+    )
+
+
+def _open_pool(settings: DrafterSettings) -> PagePool:
+    return PagePool(settings.kv_tokens // settings.page_size, settings.page_size)
+
+
+def _facts(
+    settings: DrafterSettings, target: TargetContract, draft: DraftContract, dtype: torch.dtype,
+    ring: RingShape | None = None,
+) -> DrafterFacts:  # fmt: skip
+    return DrafterFacts(
+        instance_id=uuid.uuid4().hex,
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        num_sessions_max=settings.num_sessions_max,
+        lease_s=settings.lease_s,
+        ring=ring,
+    )
+
+
+def _log_captured(done: int, total: int) -> None:
+    if done == total:
+        log.info("graphs_captured", total=total)
