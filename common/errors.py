@@ -20,6 +20,7 @@ class Overloaded(TandemError):
     """No room for another request now. Maps to RESOURCE_EXHAUSTED."""
 
     def __init__(self, what: str, *, limit: int, given: int) -> None:
+        self.what, self.limit, self.given = what, limit, given
         super().__init__(f"{what}: limit is {limit}, have {given}")
 
 
@@ -31,7 +32,7 @@ class ConfigError(TandemError):
     """A setting or a path given at start is wrong; fatal."""
 
     def __init__(self, field: str, problem: str, *, given: object) -> None:
-        self.field, self.given = field, given
+        self.field, self.problem, self.given = field, problem, given
         super().__init__(f"{field}: {problem}, got {given!r}")
 
 

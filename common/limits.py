@@ -46,6 +46,33 @@ RPCS_MAX = REQUESTS_WAITING_MAX + REQUESTS_RUNNING_MAX + 256
 # Tokens that a slow reader may leave unread; beyond it that stream alone ends.
 STREAM_BACKLOG_TOKENS_MAX = 4096
 
+# --- front and core as processes of their own ----------------------------------------------------
+
+# A front streams some 16,000 messages a second; 256 streams at 6 ms a step would be 43,000.
+FRONTS_MAX = 8
+# One frame of the joint. The largest holds a prompt: 4 bytes a token, so 4 MiB at CONTEXT_LEN_MAX.
+JOINT_FRAME_BYTES_MAX = 8 * 1024 * 1024
+# Tokens that one frame carries to a front, but for the last request in it (STREAM_BACKLOG_TOKENS_MAX more):
+# 256 requests with 64 each are 16,384. What a front left unread for long comes in several frames.
+JOINT_FRAME_TOKENS_MAX = 1 << 16
+# Bytes that a front may have waiting for its core before it refuses requests; the core reads at once
+# unless it is stopped.
+JOINT_BACKLOG_BYTES_MAX = 64 * 1024 * 1024
+# Ended calls and refusals in one report; there is another report when there are more.
+REPORT_ENTRIES_MAX = 1024
+# A front reports four times a second. One that says nothing for this long hangs, and is replaced.
+FRONT_SILENCE_S = 5.0
+# Python and gRPC take half a second to load, several on a machine that is busy.
+FRONT_START_DEADLINE_S = 60.0
+# Before a front that was lost is started again: doubled from the least to the most while it keeps ending
+# within FRONT_STABLE_S.
+FRONT_BACKOFF_MIN_S = 0.1
+FRONT_BACKOFF_MAX_S = 5.0
+FRONT_STABLE_S = 30.0
+# Lines about a drafter that does not fit, and characters of each: some of it the drafter itself has said.
+MISMATCHES_MAX = 64
+MISMATCH_CHARS_MAX = 300
+
 # --- model ---------------------------------------------------------------------------------------
 
 # Several times what the largest published models have: anything above is a damaged or hostile file, and
@@ -118,6 +145,9 @@ POSITION_MAX = CONTEXT_LEN_MAX + 4 * BLOCK_SIZE_MAX
 BREAKER_MISSES_MAX = 3
 # A dead drafter is looked for this often.
 PROBE_INTERVAL_S = 1.0
+# A drafter that was given up is left alone for a probe's interval, then for twice as long each time until it
+# is in time again: every try costs a step the deadline, and half a second in 30 is what that may cost.
+GIVEN_UP_PAUSE_MAX_S = 30.0
 # A handshake moves no tensors; a peer that needs longer is not fit to be asked each step.
 HANDSHAKE_DEADLINE_S = 2.0
 # Sessions are given back at the end; a drafter that does not answer this soon lets its leases expire.

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from common.errors import TandemError
+from common.errors import InvalidRequest, TandemError
 from common.pb.tandem.v1 import target_pb2, target_pb2_grpc
 from services.target.core.report import CoreStats
 from services.target.core.request import (
@@ -105,15 +105,26 @@ class ScriptedCore:
     def submit(self, request: Request) -> None:
         if self.refusal is not None:
             raise self.refusal
+        if request.request_id in self._known:
+            raise InvalidRequest(
+                "request_id", limit="unique among running requests", given=request.request_id
+            )
         self.requests[request.request_id] = request
         self._known.add(request.request_id)
 
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-        if request_id in self._known:
-            self.finish(request_id, FinishReason.ABORT)
+    def abort(self, request: Request) -> None:
+        self.aborted.append(request.request_id)
+        if request.request_id in self._known:
+            self.finish(request.request_id, FinishReason.ABORT)
+
+    async def abort_named(self, request_id: str) -> bool:
+        found = self.is_known(request_id)
+        if found:
+            self.abort(self.requests[request_id])
+        return found
 
     def is_known(self, request_id: str) -> bool:
+        """Whether the request has not ended."""
         return request_id in self._known
 
     def stats(self) -> CoreStats:

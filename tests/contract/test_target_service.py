@@ -19,7 +19,7 @@ from common.lifecycle import Lifecycle
 from common.pb.tandem.v1 import target_pb2 as pb
 from common.pb.tandem.v1 import target_pb2_grpc
 from common.rpc import RpcServer, open_channel
-from services.target.core.request import FinishReason
+from services.target.core.request import FinishReason, Request
 from services.target.front.facts import DrafterFacts, DrafterState, ServedModel
 from services.target.front.servicer import SERVICE, TargetServicer
 from tests.fakes import ScriptedCore
@@ -229,24 +229,6 @@ async def test_a_deadline_that_passes_frees_the_request(rig: Rig) -> None:
     await until(lambda: rig.core.aborted == ["r"])
 
 
-async def test_a_full_inbox_delays_an_abort_but_does_not_lose_it(rig: Rig) -> None:
-    tries = 0
-    abort = rig.core.abort
-
-    def full_twice(request_id: str) -> None:
-        nonlocal tries
-        tries += 1
-        if tries <= 2:
-            raise Overloaded("core inbox", limit=1, given=1)
-        abort(request_id)
-
-    rig.core.abort = full_twice  # type: ignore[method-assign]
-    call = rig.generate()
-    await rig.admitted()
-    call.cancel()
-    await until(lambda: rig.core.aborted == ["r"])
-
-
 async def overflow(rig: Rig, request_id: str) -> None:
     """Commit tokens that nobody reads, until the transport's window and then the backlog are full."""
     async with asyncio.timeout(60):
@@ -334,10 +316,10 @@ async def test_bytes_that_are_no_message_are_an_error_and_the_service_goes_on(ri
 
 
 async def test_an_unforeseen_exception_tells_the_caller_nothing(rig: Rig) -> None:
-    def broken(request_id: str) -> bool:
+    def broken(request: Request) -> None:
         raise ValueError("secret detail")
 
-    rig.core.is_known = broken  # type: ignore[method-assign]
+    rig.core.submit = broken  # type: ignore[method-assign]
     error = await error_of(rig.generate())
     assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
 

@@ -20,12 +20,9 @@ MODEL = ServedModel(
 SEED = 77
 
 
-def parse(known: str = "", **fields: object) -> Request:
+def parse(**fields: object) -> Request:
     message = target_pb2.GenerateRequest(**{"request_id": "r", "input_ids": [1, 2, 3]} | fields)
-    return parse_generate(
-        message, MODEL, is_known=lambda request_id: request_id == known,
-        fresh_seed=lambda: SEED, emit=lambda event: None,
-    )  # fmt: skip
+    return parse_generate(message, MODEL, fresh_seed=lambda: SEED, emit=lambda event: None)
 
 
 def sampling(**fields: object) -> target_pb2.SamplingParams:
@@ -95,11 +92,6 @@ def test_a_field_out_of_range_is_refused_by_name_limit_and_value(
     assert limit in text
     assert given in text
     assert len(text) < 200, "an error does not repeat what a caller may have made long"
-
-
-def test_a_running_requests_id_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="request_id: must be unique among running requests, got r"):
-        parse(known="r")
 
 
 def test_the_edges_of_every_range_are_allowed() -> None:

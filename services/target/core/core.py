@@ -1,17 +1,18 @@
-"""The core: a thread that runs the step loop, and the in-memory channel by which the front talks to it.
+"""The core: a thread that runs the step loop, and the verbs by which a front talks to it.
 
 All methods may be called from any thread. No grpc, no torch: the step loop brings what it needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
 from common import limits
-from common.errors import Overloaded, Unavailable
+from common.errors import InvalidRequest, Overloaded, Unavailable
 from common.log import get_log
 from services.target.core.report import CoreStats
 from services.target.core.request import Event, Request, TokensCommitted
@@ -36,17 +37,20 @@ class Core:
     def __init__(
         self, roster: Roster, loop: RequestLoop, drafter: Closable, *,
         num_known_max: int, on_failure: Callable[[], None], prepare: Callable[[], None],
+        announce: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """num_known_max bounds waiting and running requests together. On the core's thread, prepare is
-        called once before the first step, and on_failure once when the step loop died and every request
-        was failed."""
+        called once before the first step, announce after each step, when its events have been emitted,
+        and on_failure once when the step loop died and every request was failed."""
         self._roster = roster
         self._loop = loop
         self._drafter = drafter
         self._num_known_max = num_known_max
         self._on_failure = on_failure
         self._prepare = prepare
-        self._inbox: queue.Queue[Request | str] = queue.Queue(maxsize=limits.CORE_INBOX_MAX)
+        self._announce = announce
+        self._inbox: queue.Queue[Request] = queue.Queue(maxsize=limits.CORE_INBOX_MAX)
+        self._to_abort: set[Request] = set()
         self._lock = threading.Lock()
         self._known: dict[str, Request] = {}
         self._refusal: str | None = None
@@ -57,7 +61,8 @@ class Core:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Admit a request, or raise Overloaded or Unavailable and keep nothing of it."""
+        """Admit a request, or raise InvalidRequest (its id is in use), Overloaded or Unavailable and keep
+        nothing of it."""
         inner = request.emit
 
         def emit(event: Event) -> None:
@@ -73,24 +78,29 @@ class Core:
                 raise Overloaded(
                     "requests waiting and running", limit=self._num_known_max, given=len(self._known)
                 )
-            assert request.request_id not in self._known, "the front refuses duplicate ids"
+            if request.request_id in self._known:
+                raise InvalidRequest(
+                    "request_id", limit="unique among running requests", given=request.request_id
+                )
             request.emit = emit
             self._put(request)
             self._known[request.request_id] = request
 
-    def abort(self, request_id: str) -> None:
-        """Ask for a request's early end; it then emits its terminal event. Unknown ids are ignored;
-        Overloaded when too many commands wait."""
+    def abort(self, request: Request) -> None:
+        """Ask for an admitted request's early end; it then emits its terminal event. One that has ended
+        is ignored."""
         with self._lock:
-            if request_id not in self._known:
-                return
-            # Under the lock: it must not come to the inbox behind a later request of the same id.
-            self._put(request_id)
+            if self._known.get(request.request_id) is request:
+                self._to_abort.add(request)
 
-    def is_known(self, request_id: str) -> bool:
-        """Whether the request waits or runs."""
+    async def abort_named(self, request_id: str) -> bool:
+        """The same by id; whether such a request waits or runs. Awaitable, as a front in another process
+        has to ask."""
         with self._lock:
-            return request_id in self._known
+            request = self._known.get(request_id)
+            if request is not None:
+                self._to_abort.add(request)
+            return request is not None
 
     @property
     def idle(self) -> bool:
@@ -116,9 +126,9 @@ class Core:
         if self._thread.is_alive():
             raise TimeoutError("the core hangs in a step")
 
-    def _put(self, command: Request | str) -> None:
+    def _put(self, request: Request) -> None:
         try:
-            self._inbox.put_nowait(command)
+            self._inbox.put_nowait(request)
         except queue.Full:
             raise Overloaded("core inbox", limit=limits.CORE_INBOX_MAX, given=self._inbox.qsize()) from None
 
@@ -129,31 +139,36 @@ class Core:
                 self._take_commands()
                 # An idle step hands ended sessions over and lets the drafter's link settle.
                 self._loop.step()
+                self._announce()
             self._end("service stopped before the request was done", "unavailable")
         except Exception:
             # A bug or a device error: nothing that the batch held can be trusted any more.
             log.exception("core_failed")
             with self._lock:
                 self._refusal = "service failed"
-            self._end("service failed", "internal")
-            self._on_failure()
+            try:
+                self._end("service failed", "internal")
+            finally:
+                self._on_failure()
         finally:
             self._drafter.close()
 
     def _take_commands(self) -> None:
         """Apply all commands; wait a moment for one when there is nothing else to do."""
-        try:
-            self._apply(self._inbox.get(timeout=0 if self._loop.has_work else _IDLE_WAIT_S))
+        with contextlib.suppress(queue.Empty):
+            self._roster.add(self._inbox.get(timeout=0 if self._loop.has_work else _IDLE_WAIT_S))
+        with self._lock:
+            # Before the rest of the inbox: whoever is to be aborted came into it earlier.
+            to_abort, self._to_abort = self._to_abort, set()
+        with contextlib.suppress(queue.Empty):
             while True:
-                self._apply(self._inbox.get_nowait())
-        except queue.Empty:
-            return
-
-    def _apply(self, command: Request | str) -> None:
-        if isinstance(command, Request):
-            self._roster.add(command)
-        else:
-            self._loop.abort(command)
+                self._roster.add(self._inbox.get_nowait())
+        for request in to_abort:
+            with self._lock:
+                # It may have ended since, and its id be another's.
+                known = self._known.get(request.request_id) is request
+            if known:
+                self._loop.abort(request.request_id)
 
     def _end(self, text: str, reason: str) -> None:
         error = Unavailable(text)
@@ -164,3 +179,4 @@ class Core:
             left = list(self._known.values())
         for request in left:
             self._loop.fail(request, error, reason)
+        self._announce()

@@ -94,7 +94,15 @@ class RequestFailed:
     error: TandemError
 
 
-Event = TokensCommitted | RequestFinished | RequestFailed
+@dataclass(frozen=True)
+class RequestRefused:
+    """The one event of a request that was not admitted, where that is learned only after `submit`: from a
+    core in another process. A core itself never emits it."""
+
+    error: TandemError
+
+
+Event = TokensCommitted | RequestFinished | RequestFailed | RequestRefused
 
 
 # Compared by identity: each is one caller's, whatever its fields say.

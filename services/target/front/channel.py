@@ -1,4 +1,4 @@
-"""One request's events on their way from the core's thread to the event loop.
+"""One request's events on their way from the core to its stream on the event loop.
 
 Deltas coalesce while the reader is behind, and what waits is bounded: a reader too slow for that
 loses its own request and disturbs no other. Knows threads and asyncio; no grpc, no protobuf.
@@ -16,7 +16,7 @@ from services.target.core.request import Event, RequestFailed, TokensCommitted
 
 
 class EventChannel:
-    """`emit` on the core's thread, `receive` on the event loop that made the channel.
+    """`emit` on any thread, usually the core's; `receive` on the event loop that made the channel.
 
     on_overflow is called once, on the event loop, when more than `backlog_tokens_max` tokens wait; the
     reader then receives RequestFailed(Overloaded) and nothing else.

@@ -6,58 +6,46 @@ that common.rpc turns into status codes.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from common import limits
-from common.errors import InvalidRequest, Overloaded, Unavailable
+from common.errors import InvalidRequest, Overloaded, TandemError, Unavailable
 from common.log import get_log
 from common.pb.tandem.v1 import target_pb2, target_pb2_grpc
 from common.version import tandem_version
 from services.target.core.report import CoreStats
 from services.target.core.request import (
     Event,
-    FinishReason,
     Request,
     RequestFailed,
     RequestFinished,
+    RequestRefused,
     TokensCommitted,
 )
 from services.target.front.channel import EventChannel
-from services.target.front.facts import DrafterFacts, DrafterState, ServedModel
+from services.target.front.facts import DrafterFacts, ServedModel
 from services.target.front.validation import parse_generate
+from services.target.joint.messages import drafter_state_number, encode_finished, encode_model
 
 log = get_log("front")
 
 SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 
-# A full inbox is emptied once a step; a request to end early is repeated until it is in.
-_ABORT_AGAIN_S = 0.05
-
-_REASONS = {
-    FinishReason.STOP: target_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: target_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: target_pb2.FINISH_REASON_ABORT,
-}
-_DRAFTER_STATES = {
-    DrafterState.DISABLED: target_pb2.DRAFTER_STATE_DISABLED,
-    DrafterState.UP: target_pb2.DRAFTER_STATE_UP,
-    DrafterState.DOWN: target_pb2.DRAFTER_STATE_DOWN,
-    DrafterState.MISMATCH: target_pb2.DRAFTER_STATE_MISMATCH,
-}
-
-
 class RunsRequests(Protocol):
-    """What the front needs of the core; see services.target.core.core.Core."""
+    """What the front needs of the core: services.target.core.core.Core in this process, or
+    services.target.front.core_client.CoreClient.
+
+    submit raises InvalidRequest, Overloaded or Unavailable, or has the request emit RequestRefused.
+    """
 
     def submit(self, request: Request) -> None: ...
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request: Request) -> None: ...
 
-    def is_known(self, request_id: str) -> bool: ...
+    async def abort_named(self, request_id: str) -> bool: ...
 
     def stats(self) -> CoreStats: ...
 
@@ -74,24 +62,25 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         drafter_facts: Callable[[], DrafterFacts],
         observe_rejected: Callable[[str], None],
         backlog_tokens_max: int = limits.STREAM_BACKLOG_TOKENS_MAX,
+        uptime_s: float = 0.0,
     ) -> None:
         """observe_rejected hears why a request was not admitted: invalid, overloaded, unavailable; or,
-        for an admitted one, slow_reader."""
+        for an admitted one, slow_reader. uptime_s is the service's age by now."""
         self._core = core
         self._model = model
         self._instance_id = instance_id
         self._drafter_facts = drafter_facts
         self._observe_rejected = observe_rejected
         self._backlog_tokens_max = backlog_tokens_max
-        self._started_at = time.monotonic()
+        self._started_at = time.monotonic() - uptime_s
 
     async def Generate(
         self, message: target_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[target_pb2.GenerateResponse]:
         """Admit, then pass events on. Nothing is sent before admission, so that a refusal is a status
         and not the end of a stream that had begun."""
-        channel = EventChannel(lambda: self._on_overflow(message.request_id), self._backlog_tokens_max)
-        self._admit(message, channel.emit)
+        channel = EventChannel(lambda: self._on_overflow(request), self._backlog_tokens_max)
+        request = self._admit(message, channel.emit)
         ended = False
         try:
             while not ended:
@@ -99,34 +88,26 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 ended = not isinstance(event, TokensCommitted)
                 if ended:
                     _log_end(message.request_id, event)
-                if isinstance(event, RequestFailed):
+                if isinstance(event, RequestRefused):
+                    self._on_refusal(event.error)
+                if isinstance(event, RequestFailed | RequestRefused):
                     raise event.error
                 yield _encoded(event)
         finally:
             # The caller left, or its deadline passed: free what it holds within a step.
             if not channel.has_ended:
                 log.info("caller_left", request_id=message.request_id)
-                self._abort(message.request_id)
+                self._core.abort(request)
 
     async def Abort(self, message: target_pb2.AbortRequest, context: Any) -> target_pb2.AbortResponse:
         """End a request early; its stream still gets its Finished."""
-        found = self._core.is_known(message.request_id)
-        if found:
-            self._abort(message.request_id)
-        return target_pb2.AbortResponse(found=found)
+        return target_pb2.AbortResponse(found=await self._core.abort_named(message.request_id))
 
     async def GetModelInfo(
         self, message: target_pb2.GetModelInfoRequest, context: Any
     ) -> target_pb2.GetModelInfoResponse:
         """Constants."""
-        return target_pb2.GetModelInfoResponse(
-            served_model_name=self._model.name,
-            architecture=self._model.architecture,
-            vocab_size=self._model.vocab_size,
-            max_len=self._model.max_len,
-            eos_token_ids=self._model.eos_token_ids,
-            dtype=self._model.dtype,
-        )
+        return encode_model(self._model)
 
     async def GetServerInfo(
         self, message: target_pb2.GetServerInfoRequest, context: Any
@@ -141,43 +122,37 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             num_requests_waiting=stats.num_waiting,
             num_pages=stats.num_pages,
             num_pages_free=stats.num_pages_free,
-            drafter_state=_DRAFTER_STATES[drafter.state],
+            drafter_state=drafter_state_number(drafter.state),
             block_size=drafter.block_size,
             contract_mismatches=drafter.mismatches,
             num_drafter_sessions=drafter.num_sessions,
         )
 
-    def _admit(self, message: target_pb2.GenerateRequest, emit: Callable[[Event], None]) -> None:
+    def _admit(self, message: target_pb2.GenerateRequest, emit: Callable[[Event], None]) -> Request:
         try:
             request = parse_generate(
-                message, self._model, is_known=self._core.is_known,
-                fresh_seed=lambda: secrets.randbits(64), emit=emit,
-            )  # fmt: skip
+                message, self._model, fresh_seed=lambda: secrets.randbits(64), emit=emit
+            )
             self._core.submit(request)
-        except InvalidRequest as error:
+        except (InvalidRequest, Overloaded, Unavailable) as error:
+            self._on_refusal(error)
+            raise
+        return request
+
+    def _on_refusal(self, error: TandemError) -> None:
+        if isinstance(error, InvalidRequest):
             # The field, never the value: it may be a token.
             log.info("request_rejected", reason="invalid", field=error.field.partition("[")[0])
             self._observe_rejected("invalid")
-            raise
-        except Overloaded:
-            self._observe_rejected("overloaded")
-            raise
-        except Unavailable:
-            self._observe_rejected("unavailable")
-            raise
+        else:
+            self._observe_rejected("overloaded" if isinstance(error, Overloaded) else "unavailable")
 
-    def _abort(self, request_id: str) -> None:
-        try:
-            self._core.abort(request_id)
-        except Overloaded:
-            asyncio.get_running_loop().call_later(_ABORT_AGAIN_S, self._abort, request_id)
-
-    def _on_overflow(self, request_id: str) -> None:
+    def _on_overflow(self, request: Request) -> None:
         """Free the request at once. Its stream is stuck in a write that only the reader can release:
         it stays, with a window of bytes, until the reader comes back to read why, or leaves."""
-        log.warning("slow_reader", request_id=request_id)
+        log.warning("slow_reader", request_id=request.request_id)
         self._observe_rejected("slow_reader")
-        self._abort(request_id)
+        self._core.abort(request)
 
 
 def _log_end(request_id: str, event: Event) -> None:
@@ -204,19 +179,4 @@ def _encoded(event: Event) -> target_pb2.GenerateResponse:
         delta = target_pb2.Delta(token_ids=event.token_ids, from_draft=event.from_draft)
         return target_pb2.GenerateResponse(delta=delta)
     assert isinstance(event, RequestFinished)
-    return target_pb2.GenerateResponse(
-        finished=target_pb2.Finished(
-            reason=_REASONS[event.reason],
-            matched_token_id=event.matched_token_id,
-            num_prompt_tokens=event.num_prompt_tokens,
-            num_output_tokens=event.num_output_tokens,
-            num_decode_steps=event.num_decode_steps,
-            num_draft_tokens=event.num_draft_tokens,
-            num_accepted_tokens=event.num_accepted_tokens,
-            num_drafts=event.num_drafts,
-            seed=event.seed,
-            queue_s=event.queue_s,
-            prefill_s=event.prefill_s,
-            decode_s=event.decode_s,
-        )
-    )
+    return target_pb2.GenerateResponse(finished=encode_finished(event))

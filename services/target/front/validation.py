@@ -19,15 +19,14 @@ def parse_generate(
     message: target_pb2.GenerateRequest,
     model: ServedModel,
     *,
-    is_known: Callable[[str], bool],
     fresh_seed: Callable[[], int],
     emit: Callable[[Event], None],
 ) -> Request:
     """The Request that `message` asks for, or InvalidRequest.
 
-    is_known says whether a request id is in use; fresh_seed makes a seed for a request without one.
+    fresh_seed makes a seed for a request without one. Whether the id is in use, only the core can say.
     """
-    request_id = _checked_request_id(message.request_id, is_known)
+    request_id = _checked_request_id(message.request_id)
     _check_prompt(message.input_ids, model)
     room = model.max_len - len(message.input_ids)
     return Request(
@@ -41,15 +40,13 @@ def parse_generate(
     )
 
 
-def _checked_request_id(request_id: str, is_known: Callable[[str], bool]) -> str:
+def _checked_request_id(request_id: str) -> str:
     # The value itself is not repeated: it may be megabytes, or hold control characters.
     limit = f"1 to {limits.REQUEST_ID_CHARS_MAX} characters"
     if not 1 <= len(request_id) <= limits.REQUEST_ID_CHARS_MAX:
         raise InvalidRequest("request_id", limit=limit, given=f"{len(request_id)} characters")
     if not request_id.isprintable():
         raise InvalidRequest("request_id", limit="printable characters", given="others")
-    if is_known(request_id):
-        raise InvalidRequest("request_id", limit="unique among running requests", given=request_id)
     return request_id
 
 
