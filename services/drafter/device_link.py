@@ -1,6 +1,6 @@
 """A target's connection through the hand-off ring: its flags, and the steps of it that are in flight.
 
-Facts, two interfaces, and which rings an engine can work over. Must not know streams, sessions or CUDA.
+Facts and two interfaces; no rules. Must not know streams, sessions or CUDA.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from common.contract import Mismatch
-
 if TYPE_CHECKING:
     from common.errors import TandemError
-    from common.handoff.ring import Ring, RingShape
+    from common.handoff.ring import Ring
     from services.drafter.device_runner import Launched
 
 
@@ -58,17 +56,3 @@ class DeviceLink:
     end_stream: Callable[[TandemError], None] | None = None
     step_began_s: float | None = None
     is_lost: bool = False
-
-
-def ring_mismatches(largest: RingShape, offered: RingShape) -> list[Mismatch]:
-    """What keeps an engine whose largest ring this is from working over an offered one."""
-    wrong = []
-    for name in ("block_size", "num_draft_tokens", "captured_width", "dtype"):
-        ours, theirs = getattr(largest, name), getattr(offered, name)
-        if ours != theirs:
-            wrong.append(Mismatch(name, ours, theirs))
-    for name in ("num_rows", "extend_rows_max"):
-        ours, theirs = getattr(largest, name), getattr(offered, name)
-        if theirs > ours:
-            wrong.append(Mismatch(name, f"at most {ours}", theirs))
-    return wrong

@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import Overloaded, Unavailable
 from common.handoff.cuda_driver import DriverError
 from common.log import get_log
 from services.drafter.desk import DrafterDesk
-from services.drafter.device_link import DeviceLink, RingFlags
+from services.drafter.device_link import DeviceLink
 from services.drafter.engine_thread import EngineThread
 
 if TYPE_CHECKING:
-    from common.handoff.ring import FlagPointers, Ring
+    from common.handoff.ring_offer import RingOffer
+    from services.drafter.ring_mapping import MappedRing
 
 log = get_log("device_links")
 
@@ -31,6 +32,14 @@ _RUN_OUT_POLL_S = 0.01
 _RUN_OUT_DEADLINE_S = 10.0
 
 
+class RingSource(Protocol):
+    """What links need of ring_mapping.RingMapping, which says how. One thread at a time."""
+
+    def map(self, offer: RingOffer) -> MappedRing: ...
+
+    def unmap(self) -> None: ...
+
+
 class DeviceLinks:
     """The present link, and the lost ones whose work still runs out."""
 
@@ -38,15 +47,15 @@ class DeviceLinks:
         self,
         desk: DrafterDesk,
         engine_thread: EngineThread,
-        make_flags: Callable[[FlagPointers], RingFlags] | None,
+        mapping: RingSource | None,
         on_failure: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """make_flags: of the connection that has these; None where the engine works over no ring, and nobody
-        attaches one. on_failure is called when lost work does not run out: the device hangs."""
+        """mapping: None where the engine works over no ring, and nobody attaches one. on_failure is called
+        when lost work does not run out: the device hangs."""
         self._desk = desk
         self._engine_thread = engine_thread
-        self._make_flags = make_flags
+        self._mapping = mapping
         self._on_failure = on_failure
         self._clock = clock
         self._link: DeviceLink | None = None
@@ -54,14 +63,14 @@ class DeviceLinks:
         self._endings: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
 
-    async def attach(self, target_instance_id: str, ring: Ring, flag_slot: int) -> None:
-        """Let the engine work over a target's ring, for the next stream of that target. Sessions that the
-        target holds end. Takes seconds when graphs have to be captured over a ring that is new.
+    async def attach(self, target_instance_id: str, offer: RingOffer) -> None:
+        """Map a target's ring and let the engine work over it, for the next stream of that target. Sessions
+        that the target holds end. Takes seconds when graphs have to be captured over a ring that is new.
 
-        An earlier link of the same target ends, with its stream. Overloaded while a stream of another target
-        has the engine.
+        An earlier link of the same target ends, with its stream. Raises RingRefused, and Overloaded while a
+        stream of another target has the engine.
         """
-        assert self._make_flags is not None, "an offer is refused where there is no ring"
+        assert self._mapping is not None, "an offer is refused where there is no ring"
         async with self._turn:
             held = self._link
             if held is not None:
@@ -71,7 +80,9 @@ class DeviceLinks:
                     held.end_stream(Unavailable("a newer connection of this target has taken over"))
                 self.lose(held)
             await self._all_run_out()
-            link = DeviceLink(target_instance_id, ring, self._make_flags(ring.flag_pointers(flag_slot)))
+            # Mapping waits for all of the device's work, so nothing of it may wait for a target.
+            mapped = await asyncio.to_thread(self._mapping.map, offer)
+            link = DeviceLink(target_instance_id, mapped.ring, mapped.flags)
             self._ring_of = target_instance_id
             await self._engine_thread.run(self._desk.attach, link)
             self._link = link
@@ -105,6 +116,8 @@ class DeviceLinks:
             await self._all_run_out()
             self._ring_of = None
             await self._engine_thread.run(self._desk.detach)
+            if self._mapping is not None:
+                self._mapping.unmap()
 
     @property
     def step_age_s(self) -> float:

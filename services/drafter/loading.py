@@ -6,7 +6,6 @@ Composition only. What only a GPU needs is imported when there is one.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from common.contract import DraftContract, TargetContract
 from common.device import find_device
 from common.embedding import SharedWeights, load_shared_weights
 from common.errors import ConfigError
-from common.handoff.ring import FlagPointers, RingShape
+from common.handoff.ring import RingShape
 from common.log import get_log
 from common.model_dir import resolve_model_dir
 from common.paged_kv import PagePool
@@ -25,7 +24,7 @@ from common.threads import confine_tensor_work
 from common.wire import dtype_from_name
 from services.drafter.config import DrafterSettings
 from services.drafter.desk import DrafterFacts
-from services.drafter.device_link import RingFlags
+from services.drafter.device_links import RingSource
 from services.drafter.device_runner import DeviceEngine
 from services.drafter.engine import DraftEngine
 from services.drafter.model.dflash import DFlash
@@ -37,10 +36,10 @@ log = get_log("loading")
 
 @dataclass(frozen=True)
 class RingWork:
-    """What work over hand-off rings is done with. make_flags: of the connection that has these."""
+    """What work over hand-off rings is done with."""
 
     engine: DeviceEngine
-    make_flags: Callable[[FlagPointers], RingFlags]
+    mapping: RingSource
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,9 @@ def _load_for_gpu(
     settings: DrafterSettings, draft_dir: Path, shared: SharedWeights, target: TargetContract
 ) -> LoadedDrafter:
     """Captures the graphs that need no ring: some seconds."""
-    from common.handoff.flags import SideStream
     from services.drafter.device_engine import DeviceDraftEngine
     from services.drafter.model.kernel_dflash import KernelDFlash
-    from services.drafter.stream_flags import StreamFlags
+    from services.drafter.ring_mapping import CudaMappingDevice, RingMapping
 
     draft = Draft.load(draft_dir, shared, target)
     contract, dtype = draft.contract, shared.embedding.dtype
@@ -117,11 +115,9 @@ def _load_for_gpu(
     log.info("device_memory", **{name.replace(" ", "_"): size for name, size in engine.memory})
     stream = engine.stream
     assert stream is not None
-    side = SideStream(stream.device)
+    mapping = RingMapping(CudaMappingDevice(stream), ring)
     facts = _facts(settings, target, contract, dtype, ring)
-    return LoadedDrafter(
-        facts, pool, engine, RingWork(engine, lambda pointers: StreamFlags(pointers, stream, side))
-    )
+    return LoadedDrafter(facts, pool, engine, RingWork(engine, mapping))
 
 
 def largest_ring(

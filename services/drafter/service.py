@@ -64,14 +64,14 @@ class DrafterService:
             has_lanes=ring_work is not None,
         )
         runner = StepRunner(table, loaded.engine, facts.target.vocab_rows)
-        device_runner = make_flags = None
+        device_runner = mapping = None
         if ring_work is not None:
             device_runner = DeviceRunner(table, ring_work.engine, facts.draft.block_size)
-            make_flags = ring_work.make_flags
+            mapping = ring_work.mapping
         self._desk = DrafterDesk(facts, table, runner, self._metrics, device_runner)
         prepare = functools.partial(spread_tensor_work, settings.threads)
         self._engine_thread = EngineThread(on_failure, prepare)
-        self._links = DeviceLinks(self._desk, self._engine_thread, make_flags, on_failure)
+        self._links = DeviceLinks(self._desk, self._engine_thread, mapping, on_failure)
         self._servicer = DrafterServicer(facts, self._desk, self._engine_thread, self._links)
         self._rpc = RpcServer([SERVICE.full_name], self._calls.observe_server_call)
         drafter_pb2_grpc.add_DrafterServiceServicer_to_server(self._servicer, self._rpc.server)
