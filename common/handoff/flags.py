@@ -14,19 +14,20 @@ from common.handoff.cuda_driver import checked, load_driver
 _WORD = 0xFFFF_FFFF
 
 
-def wait_value(pointer: int, sequence: int, device: torch.device) -> None:
-    """Later work of the device's current stream waits until the word at `pointer` >= sequence."""
+def wait_value(pointer: int, sequence: int, stream: torch.cuda.Stream) -> None:
+    """Later work of the stream waits until the word at `pointer` >= sequence."""
     driver = load_driver()
-    stream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
     geq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-    checked("cuStreamWaitValue32", driver.cuStreamWaitValue32(stream, pointer, sequence & _WORD, geq))
+    checked(
+        "cuStreamWaitValue32",
+        driver.cuStreamWaitValue32(driver.CUstream(stream.cuda_stream), pointer, sequence & _WORD, geq),
+    )
 
 
-def write_value(pointer: int, sequence: int, device: torch.device) -> None:
-    """After the earlier work of the device's current stream, and what it wrote, sequence is written to the
-    word at `pointer`."""
-    driver = load_driver()
-    _write(driver.CUstream(torch.cuda.current_stream(device).cuda_stream), pointer, sequence)
+def write_value(pointer: int, sequence: int, stream: torch.cuda.Stream) -> None:
+    """After the earlier work of the stream, and what it wrote, sequence is written to the word at
+    `pointer`."""
+    _write(load_driver().CUstream(stream.cuda_stream), pointer, sequence)
 
 
 class SideStream:

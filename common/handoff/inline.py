@@ -10,35 +10,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from common import limits
 from common.contract import DraftContract, TargetContract
 from common.errors import InvalidTensor
-from common.handoff.transport import Block, Collected, Extend, Outcome, PeerFault, SessionReport, Step
+from common.handoff.pipe import Pipe
+from common.handoff.replies import Awaited, read_outcomes
+from common.handoff.transport import Block, Collected, Extend, Outcome, SessionReport, Step
 from common.pb.tandem.v1 import drafter_pb2 as pb
 from common.wire import check_tensor, decode_tensor, dtype_from_name, encode_tensor
 
 
-class Pipe(Protocol):
-    """Carries messages to one life of a drafter and its replies back, in order."""
-
-    def send(self, requests: list[pb.DraftRequest]) -> bool:
-        """Queue all messages or, when they do not fit the bounded queue, none (False). Never waits.
-        Raises PeerLost."""
-
-    def receive(self, deadline: float) -> pb.DraftResponse | None:
-        """The next reply; None when none came by `deadline` (monotonic seconds). Raises PeerLost."""
-
-
 @dataclass(frozen=True)
-class _Awaited:
-    """A message that is not answered yet: the sessions it names, and those that want a block."""
+class _Awaited(Awaited):
+    """Also which of the sessions want a block."""
 
-    step_id: int
-    sessions: frozenset[tuple[int, int]]
     blocks: frozenset[tuple[int, int]]
 
 
@@ -93,29 +81,14 @@ class InlineTransport:
         return Collected(earlier, None)
 
     def _read(self, reply: pb.DraftResponse, awaited: _Awaited) -> Iterator[SessionReport]:
-        """Reports on the sessions that the message named; what a reply says of others is ignored.
-
-        So are the callee's durations: they belong in a trace of the step, and there is none yet.
-        """
-        if reply.step_id != awaited.step_id:
-            raise PeerFault(f"step_id: must be {awaited.step_id}, got {reply.step_id}")
-        if reply.drafter_instance_id != self._drafter_instance_id:
-            raise PeerFault("drafter_instance_id: must be that of the handshake")
+        """Reports on the sessions that the message named."""
         drafts = self._read_drafts(reply)
-        unanswered = set(awaited.sessions)
-        for said in reply.outcomes:
-            key = (said.session_id, said.epoch)
-            if key not in unanswered:
-                continue
-            unanswered.remove(key)
-            outcome = _outcome(said.outcome)
+        for key, outcome, said in read_outcomes(reply, awaited, self._drafter_instance_id):
             draft = None
             if key in awaited.blocks and outcome is Outcome.OK and said.HasField("draft_row"):
                 draft = drafts[said.draft_row] if said.draft_row < len(drafts) else None
             faulty = key in awaited.blocks and outcome is Outcome.OK and draft is None
             yield SessionReport(*key, outcome, said.context_len, draft, faulty)
-        if unanswered:
-            raise PeerFault(f"outcomes: {len(unanswered)} sessions of the message are missing")
 
     def _read_drafts(self, reply: pb.DraftResponse) -> list[list[int] | None]:
         """Drafts by row; None for a row with ids outside the vocabulary, no rows when type, shape or
@@ -191,10 +164,3 @@ def _awaited(request: pb.DraftRequest) -> _Awaited:
     extends = {(entry.session_id, entry.epoch) for entry in request.extends}
     blocks = frozenset((entry.session_id, entry.epoch) for entry in request.drafts)
     return _Awaited(request.step_id, blocks | opens | extends, blocks)
-
-
-def _outcome(number: int) -> Outcome:
-    try:
-        return Outcome(number)
-    except ValueError:
-        raise PeerFault(f"outcome: must be a known one, got {number}") from None

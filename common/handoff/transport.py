@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +87,7 @@ class Step:
         return not (self.closes or self.opens or self.extends or self.blocks)
 
 
-@dataclass(frozen=True)
-class DeviceRow:
+class DeviceRow(NamedTuple):
     """A batch row of the hand-off ring. The new anchor stands somewhere in [position_min, position_max];
     begins: the context starts with this row, wherever its first position turns out to be."""
 
@@ -112,6 +111,15 @@ class DeviceStep:
     opens: list[Open] = field(default_factory=list)
     extends: list[Extend] = field(default_factory=list)
     rows: list[DeviceRow | None] = field(default_factory=list)
+
+    @property
+    def is_for_the_device(self) -> bool:
+        """Whether anything in the ring is to be read."""
+        return bool(self.extends) or any(row is not None for row in self.rows)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.closes or self.opens or self.is_for_the_device)
 
 
 @dataclass(frozen=True)

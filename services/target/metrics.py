@@ -1,7 +1,7 @@
 """What the target measures: the core's Observer and the drafter link's, as Prometheus metrics.
 
 Called on the core's and the link's threads with host integers that are already there. Knows no grpc, no
-torch. A name of the product's list that has no meaning yet (graphs, prefix cache, watchdog) is absent.
+torch. A name of the product's list that has no meaning yet (graphs, prefix cache) is absent.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection
 from common import limits
 from common.metrics import Metrics
 from services.target.core.draft_source import PlainReason
+from services.target.core.handoff_choice import FALLBACKS
 from services.target.core.report import CoreStats, StepReport
 from services.target.core.request import FinishReason, Request, RequestFinished
 
@@ -37,12 +38,13 @@ _BLOCK_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64)
 FAILURES = ("unavailable", "internal", "non_finite")
 REJECTIONS = ("invalid", "overloaded", "unavailable", "slow_reader")
 RESYNCS = ("recaptured", "cold")
+TRANSPORTS = ("inline", "device")
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 # Fields of the handshake that can differ; `other` stands for one that is not listed.
 CONTRACT_FIELDS = (
     "protocol_version", "transport", "drafter_instance_id", "hidden_size", "num_layers", "vocab_rows",
     "dtype", "captured_layer_ids", "block_size", "num_draft_tokens", "mask_token_id", "context_len_max",
-    "weights_fingerprint", "other",
+    "weights_fingerprint", "gpu_uuid", "socket_path", "ring", "other",
 )  # fmt: skip
 
 
@@ -132,6 +134,18 @@ class TargetMetrics:
             "drafter_resyncs_total", "Sessions opened again, with their context or without it.",
             "kind", RESYNCS,
         )  # fmt: skip
+        self._transport = m.gauges(
+            "handoff_transport", "1 for the transport of the connection in use.", "transport", TRANSPORTS
+        )
+        self._fallbacks = m.counters(
+            "handoff_fallbacks_total",
+            "Connections that hand over inline although the device was asked for.",
+            "reason",
+            FALLBACKS,
+        )
+        self._releases = m.counter(
+            "watchdog_releases_total", "Times that the device was let go without its drafts."
+        )
 
     # --- services.target.core.report.Observer --------------------------------------------------------
 
@@ -203,6 +217,19 @@ class TargetMetrics:
     def observe_resync(self, kind: str) -> None:
         """A session was opened again; `kind` is one of RESYNCS."""
         self._resyncs[kind].inc()
+
+    def observe_transport(self, transport: str | None) -> None:
+        """How steps travel from now on; one of TRANSPORTS, or None without a connection."""
+        for name, gauge in self._transport.items():
+            gauge.set(int(name == transport))
+
+    def observe_fallback(self, reason: str) -> None:
+        """A connection goes inline although the device was asked for; `reason` is one of FALLBACKS."""
+        self._fallbacks[reason].inc()
+
+    def observe_watchdog_release(self) -> None:
+        """The drafter was late, and the device was let go."""
+        self._releases.inc()
 
     def _observe_verify(self, num_draft_tokens: int, num_accepted: int) -> None:
         self._drafts.inc()

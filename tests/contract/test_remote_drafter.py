@@ -18,7 +18,7 @@ from common.address import UnixAddress
 from common.contract import DraftContract, TargetContract
 from common.pb.tandem.v1 import drafter_pb2 as pb
 from common.wire import encode_tensor
-from services.target.core import drafter_link
+from services.target.core import drafter_negotiation
 from services.target.core.draft_source import ContextRows, Drafts, HandOff, PlainReason, WantedBlock
 from services.target.core.drafter_status import LinkState
 from services.target.core.remote_drafter import RemoteDrafter
@@ -43,6 +43,10 @@ class Recorder:
     states: list[tuple[bool, str]] = field(default_factory=list)
     fields: list[list[str]] = field(default_factory=list)
     resyncs: list[str] = field(default_factory=list)
+    transports: list[str | None] = field(default_factory=list)
+
+    def observe_transport(self, transport: str | None) -> None:
+        self.transports.append(transport)
 
     def observe_drafter(self, up: bool, breaker: str) -> None:
         self.states.append((up, breaker))
@@ -506,14 +510,14 @@ def test_a_failure_inside_the_link_is_survived(
     path: Path, monkeypatch: pytest.MonkeyPatch, drafter: ScriptedDrafter
 ) -> None:
     failures = iter([ZeroDivisionError("a bug"), asyncio.CancelledError()])
-    agree = drafter_link.agree
+    agree = drafter_negotiation.agree
 
     def failing(*args: object) -> object:
         for failure in failures:
             raise failure
         return agree(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(drafter_link, "agree", failing)
+    monkeypatch.setattr(drafter_negotiation, "agree", failing)
     monkeypatch.setattr(limits, "PROBE_INTERVAL_S", 0.1)
     target = Target(path)
     try:

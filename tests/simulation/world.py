@@ -95,6 +95,9 @@ class Ledger:
     def observe_mismatches(self, fields: list[str]) -> None:
         pass
 
+    def observe_transport(self, transport: str | None) -> None:
+        pass
+
     def observe_resync(self, kind: str) -> None:
         self.resyncs.append(kind)
 

@@ -38,8 +38,10 @@ class World:
         self, session_id: int, epoch: int, outcome: Outcome, end: int = 0, *, asked: bool = True,
         draft: list[int] | None = None, faulty: bool = False,
     ) -> PlainReason | None:  # fmt: skip
-        block = Block(session_id, epoch, end, ANCHOR) if asked else None
-        return self.sessions.learn(SessionReport(session_id, epoch, outcome, end, draft, faulty), block)
+        report = SessionReport(session_id, epoch, outcome, end, draft, faulty)
+        if not asked:
+            return self.sessions.learn(report)
+        return self.sessions.learn_of_block(report, Block(session_id, epoch, end, ANCHOR))
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def test_after_a_missed_deadline_the_next_append_goes_out_at_its_own_position(wo
 def test_a_draft_for_another_base_is_refused(world: World) -> None:
     world.plan((1, 0, 5), wanted=(1,))
     report = SessionReport(1, 0, Outcome.OK, 6, [1])
-    assert world.sessions.learn(report, Block(1, 0, 5, ANCHOR)) is PlainReason.RESYNC
+    assert world.sessions.learn_of_block(report, Block(1, 0, 5, ANCHOR)) is PlainReason.RESYNC
     step, _ = world.plan((1, 5, 1), wanted=(1,))
     assert step.opens == [Open(1, 1, 5)]
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from common import limits
 from common.contract import PROTOCOL_VERSION, DraftContract, Mismatch, TargetContract, mismatches, unfit
+from common.handoff.ring_offer import RingOffer, encode_ring_offer
 from common.pb.tandem.v1 import drafter_pb2 as pb
 from common.wire import decode_draft_contract, decode_target_contract, dtype_from_name, encode_target_contract
+from services.target.core.ring_owner import OfferedRing
 
 # The form of Mismatch's text, in which the drafter names what it refuses.
 _VIOLATION = re.compile(r"(?P<field>\w+): ours (?P<ours>.*?), theirs (?P<theirs>.*?)(?:; |\n|$)")
@@ -25,6 +27,13 @@ class Agreement:
     drafter_instance_id: str
     draft: DraftContract
     num_sessions_max: int
+    ring: OfferedRing | None = None
+    """Where steps are handed over on the device; None: inline."""
+
+    @property
+    def transport(self) -> str:
+        """`inline` or `device`."""
+        return "inline" if self.ring is None else "device"
 
 
 class ContractsDiffer(Exception):
@@ -35,20 +44,26 @@ class ContractsDiffer(Exception):
         self.differences = differences
 
 
-def hello(target: TargetContract, instance_id: str) -> pb.HandshakeRequest:
-    """The target's side."""
+def hello(
+    target: TargetContract, instance_id: str, offer: RingOffer | None = None
+) -> pb.HandshakeRequest:
+    """The target's side: inline, or on the device with an offer."""
     return pb.HandshakeRequest(
         protocol_version=PROTOCOL_VERSION,
         target_instance_id=instance_id,
         target=encode_target_contract(target),
-        transport=pb.TRANSPORT_INLINE,
+        transport=pb.TRANSPORT_INLINE if offer is None else pb.TRANSPORT_DEVICE,
+        ring=None if offer is None else encode_ring_offer(offer),
     )
 
 
-def agree(target: TargetContract, response: pb.HandshakeResponse) -> Agreement:
-    """Check the drafter's answer, whatever the drafter itself thinks of it. Raises ContractsDiffer."""
+def agree(
+    target: TargetContract, response: pb.HandshakeResponse, ring: OfferedRing | None = None
+) -> Agreement:
+    """Check the drafter's answer to the hello with that ring, whatever the drafter itself thinks of it.
+    Raises ContractsDiffer."""
     draft = decode_draft_contract(response.draft)
-    wrong = _facts_that_differ(response)
+    wrong = _facts_that_differ(response, pb.TRANSPORT_INLINE if ring is None else pb.TRANSPORT_DEVICE)
     wrong += mismatches(target, decode_target_contract(response.target))
     wrong += unfit(target, draft)
     row_bytes = len(draft.captured_layer_ids) * target.hidden_size * dtype_from_name(target.dtype).itemsize
@@ -57,7 +72,7 @@ def agree(target: TargetContract, response: pb.HandshakeResponse) -> Agreement:
         wrong.append(Mismatch("captured_layer_ids", limit, row_bytes))
     if wrong:
         raise ContractsDiffer(wrong)
-    return Agreement(response.drafter_instance_id, draft, response.num_sessions_max)
+    return Agreement(response.drafter_instance_id, draft, response.num_sessions_max, ring)
 
 
 def refusal(text: str) -> list[Mismatch]:
@@ -69,12 +84,12 @@ def refusal(text: str) -> list[Mismatch]:
     return found or [Mismatch("contract", "as configured", "refused without naming a field")]
 
 
-def _facts_that_differ(response: pb.HandshakeResponse) -> list[Mismatch]:
+def _facts_that_differ(response: pb.HandshakeResponse, transport: pb.Transport) -> list[Mismatch]:
     wrong = []
     if response.protocol_version != PROTOCOL_VERSION:
         wrong.append(Mismatch("protocol_version", PROTOCOL_VERSION, response.protocol_version))
-    if response.transport != pb.TRANSPORT_INLINE:
-        wrong.append(Mismatch("transport", pb.TRANSPORT_INLINE, response.transport))
+    if response.transport != transport:
+        wrong.append(Mismatch("transport", transport, response.transport))
     num_chars = len(response.drafter_instance_id)
     if not 1 <= num_chars <= limits.INSTANCE_ID_CHARS_MAX:
         limit = f"1 to {limits.INSTANCE_ID_CHARS_MAX} characters"

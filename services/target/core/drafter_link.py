@@ -19,13 +19,13 @@ import grpc
 
 from common import limits
 from common.address import Address
-from common.contract import TargetContract
 from common.handoff.transport import PeerFault
 from common.log import get_log
 from common.pb.tandem.v1 import drafter_pb2 as pb
 from common.pb.tandem.v1 import drafter_pb2_grpc
 from common.rpc import open_channel
-from services.target.core.drafter_handshake import Agreement, ContractsDiffer, agree, hello, refusal
+from services.target.core.drafter_handshake import Agreement, ContractsDiffer, refusal
+from services.target.core.drafter_negotiation import Negotiation
 from services.target.core.drafter_status import DrafterStatus
 from services.target.core.drafter_stream import DrafterStream
 
@@ -44,7 +44,7 @@ class DrafterLink:
     def __init__(
         self,
         address: Address,
-        target: TargetContract,
+        negotiation: Negotiation,
         instance_id: str,
         status: DrafterStatus,
         open_channel: OpenChannel = open_channel,
@@ -52,7 +52,7 @@ class DrafterLink:
         self.status = status
         self._open_channel = open_channel
         self._address = address
-        self._target = target
+        self._negotiation = negotiation
         self._instance_id = instance_id
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
@@ -115,10 +115,7 @@ class DrafterLink:
     async def _use(self, stub: Any) -> None:
         """Shake hands, and stream until something ends it."""
         try:
-            response = await stub.Handshake(
-                hello(self._target, self._instance_id), timeout=limits.HANDSHAKE_DEADLINE_S
-            )
-            agreement = agree(self._target, response)
+            agreement = await self._negotiation.agree(stub)
             # What an earlier stream left is not trusted, and must not wait for its leases.
             await self._close_sessions(stub, limits.HANDSHAKE_DEADLINE_S)
             await self._stream_until_shut(stub, agreement)

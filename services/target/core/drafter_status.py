@@ -35,6 +35,9 @@ class LinkObserver(Protocol):
     def observe_mismatches(self, fields: list[str]) -> None:
         """The fields that differ; none when the contracts fit (again)."""
 
+    def observe_transport(self, transport: str | None) -> None:
+        """How steps travel from now on, `inline` or `device`; None while there is no connection."""
+
 
 class DrafterStatus:
     """Invariant: there is a stream exactly while the state is UP, and the breaker is OPEN exactly
@@ -49,6 +52,7 @@ class DrafterStatus:
         self._stream: DrafterStream | None = None
         self._was_connected = False
         self._tell_state()
+        observer.observe_transport(None)
 
     # --- for anyone --------------------------------------------------------------------------------
 
@@ -89,6 +93,10 @@ class DrafterStatus:
         """What comes on this stream cannot be trusted any more."""
         self._report(stream, self._breaker.lost, why)
 
+    def give_up(self, stream: DrafterStream, why: str) -> None:
+        """The drafter kept the device waiting for a whole deadline on this stream. From any thread."""
+        self._report(stream, self._breaker.gave_up, why)
+
     def _report(self, stream: DrafterStream, to_breaker: Callable[[], None], why: str) -> None:
         with self._lock:
             # A report on a connection that is gone says nothing of the one that is there.
@@ -120,11 +128,13 @@ class DrafterStatus:
             self._stream, self._state, self._was_connected = stream, LinkState.UP, True
             self._set_mismatches([])
             self._tell_state()
+            self._observer.observe_transport(stream.agreement.transport)
         agreement = stream.agreement
         log.info(
             "drafter_connected",
             drafter_instance_id=agreement.drafter_instance_id,
             block_size=agreement.draft.block_size,
+            transport=agreement.transport,
         )
 
     def ended(self, why: str, mismatches: list[Mismatch] | None = None) -> None:
@@ -156,6 +166,7 @@ class DrafterStatus:
         if self._stream is not None:
             self._stream.shut()
             self._stream = None
+            self._observer.observe_transport(None)
         self._state = LinkState.DOWN
 
     def _tell_state(self) -> None:

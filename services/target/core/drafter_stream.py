@@ -1,6 +1,6 @@
 """Where the core's thread and the link's thread meet: messages one way, replies the other, bounded.
 
-A Pipe (see common/handoff/inline.py) for one connection. Knows threads; no grpc and no asyncio.
+A Pipe (see common/handoff/pipe.py) for one connection. Knows threads; no grpc and no asyncio.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class DrafterStream:
         self._replies: deque[pb.DraftResponse] = deque()
         self._num_in_flight = 0
         self._is_shut = False
+        self._on_shut: Callable[[], object] = lambda: None
 
     # --- the core's thread -------------------------------------------------------------------------
 
@@ -86,11 +87,22 @@ class DrafterStream:
         with self._changed:
             return self._is_shut
 
+    def when_shut(self, call: Callable[[], object]) -> None:
+        """Have `call` called when the stream is shut, on the thread that does it; at once if it is."""
+        with self._changed:
+            self._on_shut = call
+            if not self._is_shut:
+                return
+        call()
+
     def shut(self) -> None:
         """Nothing is sent or delivered any more; who waits for a reply stops waiting."""
         with self._changed:
-            if not self._is_shut:
-                self._is_shut = True
-                self._outgoing.clear()
-                self._changed.notify_all()
-                self._wake()
+            if self._is_shut:
+                return
+            self._is_shut = True
+            self._outgoing.clear()
+            self._changed.notify_all()
+            self._wake()
+            on_shut = self._on_shut
+        on_shut()

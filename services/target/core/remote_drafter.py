@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from common.address import Address
-from common.contract import Mismatch, TargetContract
+from common.contract import DraftContract, Mismatch, TargetContract
 from common.handoff.inline import InlineTransport
 from common.handoff.transport import Block, Collected, Outcome, PeerFault, PeerLost, Step, Transport
 from common.rpc import open_channel
 from services.target.core.draft_source import Drafts, HandOff, PlainReason
 from services.target.core.drafter_link import DrafterLink, OpenChannel
+from services.target.core.drafter_negotiation import Negotiation
 from services.target.core.drafter_sessions import DrafterSessions
 from services.target.core.drafter_status import DrafterStatus, LinkObserver, LinkState
 from services.target.core.drafter_stream import DrafterStream
@@ -55,7 +56,7 @@ class RemoteDrafter:
     ) -> RemoteDrafter:
         """Start looking for the drafter at once, in the background."""
         status = DrafterStatus(observer, time.monotonic)
-        link = DrafterLink(address, target, instance_id, status, open_channel)
+        link = DrafterLink(address, Negotiation(target, instance_id), instance_id, status, open_channel)
         link.start()
         return cls(link, target, instance_id, draft_deadline_s, observer.observe_resync, time.monotonic)
 
@@ -104,11 +105,16 @@ class RemoteDrafter:
         stream = self._status.stream
         return stream.agreement.draft.block_size if stream else None
 
+    @property
+    def draft(self) -> DraftContract | None:
+        """What the connection in use asks to capture; changes where captured_layer_ids does."""
+        return self._stream.agreement.draft if self._stream else None
+
     # --- DraftSource --------------------------------------------------------------------------------
 
     @property
     def captured_layer_ids(self) -> tuple[int, ...]:
-        return self._stream.agreement.draft.captured_layer_ids if self._stream else ()
+        return self.draft.captured_layer_ids if self.draft else ()
 
     def post(self, handoff: HandOff) -> None:
         self._posted_at = self._clock()
@@ -175,12 +181,13 @@ class RemoteDrafter:
         elif asked:
             self._status.missed(self._stream)
         for report in collected.earlier:
-            self._sessions.learn(report, None)
+            self._sessions.learn(report)
         for report in collected.latest or ():
             block = asked.get(report.session_id)
-            reason = self._sessions.learn(report, block)
             if block is None:
+                self._sessions.learn(report)
                 continue
+            reason = self._sessions.learn_of_block(report, block)
             if reason is not None:
                 drafts.plain[report.session_id] = reason
             elif report.draft is not None:
@@ -190,8 +197,10 @@ class RemoteDrafter:
             self._status.drop(self._stream, "captured rows were refused")
 
     def _settle(self) -> None:
-        """Take over the connection that the link has now, if it is another one."""
+        """Take over the connection that the link has now, if it is another one, and inline."""
         stream = self._status.stream
+        if stream is not None and stream.agreement.ring is not None:
+            stream = None
         if stream is not self._stream:
             self._stream = stream
             self._plain.update(dict.fromkeys(self._asked, PlainReason.UNAVAILABLE))
