@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import Overloaded, Unavailable
@@ -80,10 +80,10 @@ class DeviceLinks:
                     held.end_stream(Unavailable("a newer connection of this target has taken over"))
                 self.lose(held)
             await self._all_run_out()
+            self._ring_of = target_instance_id
             # Mapping waits for all of the device's work, so nothing of it may wait for a target.
             mapped = await asyncio.to_thread(self._mapping.map, offer)
             link = DeviceLink(target_instance_id, mapped.ring, mapped.flags)
-            self._ring_of = target_instance_id
             await self._engine_thread.run(self._desk.attach, link)
             self._link = link
 
@@ -106,10 +106,13 @@ class DeviceLinks:
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
 
-    async def forget_others(self, living: Collection[str]) -> None:
-        """Let go of the ring of a target life that is not among `living`: its memory would stay mapped."""
+    async def forget_the_dead(self, is_living: Callable[[str], bool]) -> None:
+        """Let go of the ring of a target life that is over: its memory would stay mapped."""
+        if self._ring_of is None or is_living(self._ring_of):
+            return
         async with self._turn:
-            if self._ring_of is None or self._ring_of in living:
+            # Whoever had the turn may have attached the ring of another.
+            if self._ring_of is None or is_living(self._ring_of):
                 return
             if self._link is not None:
                 self.lose(self._link)

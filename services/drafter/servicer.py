@@ -56,7 +56,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             )
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(str(m) for m in wrong))
         living = self._instances.admit(request.target_instance_id)
-        await self._links.forget_others(living)
+        await self._links.forget_the_dead(self._instances.__contains__)
         num_dropped = await self._engine_thread.run(self._desk.drop_other_instances, living)
         log.info("handshake", target=request.target_instance_id, num_sessions_dropped=num_dropped)
         return drafter_pb2.HandshakeResponse(
