@@ -92,8 +92,9 @@ test: setup ## every test that needs no GPU
 test-simulation: setup ## histories of a failing link, SEEDS=200 of each kind
 	@SEEDS=$(SEEDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/simulation -n 2 --timeout 0 $(ARGS)
 
+# References run on the CPU: with a thread a core in each worker they take twice as long.
 test-gpu: ## the tests that need CUDA, with GPU_PYTHON
-	@$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
+	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
 
 .PHONY: check lint types imports proto-check
 check: lint types imports proto-check ## everything below
