@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from common.errors import Overloaded, Unavailable
+from common.contract import Mismatch
+from common.errors import Unavailable
 from common.handoff.cuda_driver import DriverError
 from common.log import get_log
 from services.drafter.desk import DrafterDesk
 from services.drafter.device_link import DeviceLink
 from services.drafter.engine_thread import EngineThread
+from services.drafter.ring_mapping import MappedRing, RingRefused
 
 if TYPE_CHECKING:
     from common.handoff.ring_offer import RingOffer
-    from services.drafter.ring_mapping import MappedRing
 
 log = get_log("device_links")
 
@@ -30,6 +31,7 @@ log = get_log("device_links")
 _RUN_OUT_POLL_S = 0.01
 # What was launched is some milliseconds of work once its waits are released.
 _RUN_OUT_DEADLINE_S = 10.0
+_TAKEN = Mismatch("transport", "TRANSPORT_INLINE while another target has the GPU", "TRANSPORT_DEVICE")
 
 
 class RingSource(Protocol):
@@ -67,8 +69,8 @@ class DeviceLinks:
         """Map a target's ring and let the engine work over it, for the next stream of that target. Sessions
         that the target holds end. Takes seconds when graphs have to be captured over a ring that is new.
 
-        An earlier link of the same target ends, with its stream. Raises RingRefused, and Overloaded while a
-        stream of another target has the engine.
+        An earlier link of the same target ends, with its stream. Raises RingRefused, also while a stream of
+        another target has the engine.
         """
         assert self._mapping is not None, "an offer is refused where there is no ring"
         async with self._turn:
@@ -76,7 +78,7 @@ class DeviceLinks:
             if held is not None:
                 if held.end_stream is not None:
                     if held.target_instance_id != target_instance_id:
-                        raise Overloaded("targets with a ring", limit=1, given=2)
+                        raise RingRefused(_TAKEN)
                     held.end_stream(Unavailable("a newer connection of this target has taken over"))
                 self.lose(held)
             await self._all_run_out()
