@@ -1,16 +1,15 @@
-"""What the bench measures in each mode: rounds in, one row of medians out.
+"""What the bench measures in each mode of the services, and of a peer: a round in, its figures into a row.
 
 Knows services through their client and metrics page; must not know flags, tables or files.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
+from tools.bench_result import Row
 from tools.closed_loop import at_once, common_window
 from tools.local_stack import LocalStack
 from tools.peer_transformers import TransformersPeer
@@ -21,45 +20,6 @@ from tools.target_client import Answer, GenerateOptions, ReceivedDelta, TargetCl
 PLAIN, INLINE, TRANSFORMERS = "plain", "inline", "transformers"
 TARGET_STEP = "tandem_target_step_time_seconds"
 DRAFTER_STEP = "tandem_drafter_draft_time_seconds"
-
-
-@dataclass
-class Row:
-    """A mode at a concurrency: what its rounds gave. Values of a round are appended in order."""
-
-    mode: str
-    concurrency: int
-    tok_s: list[float] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    phases_ms: list[dict[str, float]] = field(default_factory=list)
-    accept_length: list[float] = field(default_factory=list)
-    token_ids: dict[int, list[list[int]]] = field(default_factory=dict)
-    """Output tokens by the number of the prompt, of each time it was asked."""
-
-    @property
-    def median_tok_s(self) -> float:
-        return statistics.median(self.tok_s)
-
-    def median_phases_ms(self) -> dict[str, float]:
-        """Median of each phase over the rounds in which it occurred."""
-        phases = {phase for of_round in self.phases_ms for phase in of_round}
-        return {
-            phase: statistics.median(r[phase] for r in self.phases_ms if phase in r)
-            for phase in sorted(phases)
-        }
-
-    def as_json(self, floor_ms: float | None) -> dict[str, Any]:
-        """floor_ms: what a step would take if it only read the weights; None when unknown."""
-        step_ms = statistics.median(self.step_ms)
-        row = {
-            "mode": self.mode,
-            "concurrency": self.concurrency,
-            "tok_s": self.median_tok_s,
-            "step_ms": step_ms,
-            "phases_ms": self.median_phases_ms(),
-            "floor_fraction": floor_ms / step_ms if floor_ms is not None else None,
-        }
-        return row | ({"accept_length": statistics.median(self.accept_length)} if self.accept_length else {})
 
 
 @dataclass(frozen=True)
@@ -99,26 +59,6 @@ def peer_round(row: Row, turn: int, load: Load, peer: TransformersPeer) -> None:
     _add(row, [number], [deltas])
     row.step_ms.append(1000 * (deltas[-1].at_s - deltas[0].at_s) / (len(deltas) - 1))
     row.phases_ms.append({})
-
-
-def run_rounds(
-    rows: Sequence[Row], num_rounds: int, run: Callable[[Row, int], None], on_round: Callable[[Row], None]
-) -> None:
-    """All rows in each round, the next round in the opposite order: a machine that warms up or slows
-    down in the meantime then treats all modes alike."""
-    for turn in range(num_rounds):
-        for row in rows if turn % 2 == 0 else reversed(rows):
-            on_round(row)
-            run(row, turn)
-
-
-def same_tokens(rows: Sequence[Row]) -> bool:
-    """Whether each prompt got the same tokens every time, in all of these rows."""
-    seen: dict[int, set[tuple[int, ...]]] = {}
-    for row in rows:
-        for number, outputs in row.token_ids.items():
-            seen.setdefault(number, set()).update(map(tuple, outputs))
-    return all(len(outputs) == 1 for outputs in seen.values())
 
 
 def _add(row: Row, numbers: Sequence[int], deltas: Sequence[list[ReceivedDelta]]) -> None:

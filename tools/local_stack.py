@@ -91,7 +91,7 @@ class LocalStack:
     ) -> None:
         self._on_wait = on_wait
         self.directory = _private_directory()
-        target_port, drafter_port = _free_ports(2)
+        target_port, drafter_port = free_ports(2)
         self.target_metrics_url = f"http://127.0.0.1:{target_port}/metrics"
         self.drafter_metrics_url = f"http://127.0.0.1:{drafter_port}/metrics"
         self.drafter = drafter_service(
@@ -153,7 +153,8 @@ def _private_directory() -> Path:
     return Path(directory)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports of the loopback on which nobody listens."""
     # Free now and almost surely a second later; a service that loses one says so and ends. All are held
     # until the last is found, so that no two are the same.
     probes = [socket.socket() for _ in range(count)]

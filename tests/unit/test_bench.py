@@ -13,10 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.errors import ConfigError
 from tests.builders import build_tiny_llama_dir
-from tools.bench import _levels, as_json
-from tools.bench_rows import INLINE, PLAIN, Row, run_rounds, same_tokens
+from tools.bench_result import Row, as_json, run_rounds, same_tokens
+from tools.bench_rows import INLINE, PLAIN
 from tools.closed_loop import at_once, common_window
 from tools.memory_floor import step_floor_bytes, weight_bytes
 from tools.scrape import mean_ms, scrape
@@ -55,17 +54,26 @@ def test_every_row_runs_once_a_round_in_alternating_order() -> None:
     assert order == [(0, PLAIN), (0, INLINE), (1, INLINE), (1, PLAIN), (2, PLAIN), (2, INLINE)]
 
 
-def test_the_json_holds_medians_and_the_promised_keys() -> None:
+def test_the_json_holds_medians_and_the_promised_keys_of_measured_rows() -> None:
     row = Row(INLINE, 2, tok_s=[10.0, 30.0, 20.0], step_ms=[50.0, 40.0, 60.0])
     row.phases_ms = [{"verify": 1.0}, {"verify": 3.0, "prefill": 9.0}, {"verify": 2.0}]
     row.accept_length = [2.0, 2.5, 3.0]
-    result = as_json([row], "tiny", 8, {INLINE: 25.0})
+    row.more = {"host_ms": [0.4, 0.2, 0.3]}
+    result = as_json(
+        [row, Row(PLAIN, 2)],
+        device="cpu",
+        model_name="tiny",
+        block_size=8,
+        accept_kind="real",
+        floors_ms={INLINE: 25.0},
+    )
     assert set(result) == {"date", "commit", "device", "model", "block_size", "accept", "rows"}
     assert result["accept"] == {"kind": "real", "length": 2.5}
     assert json.loads(json.dumps(result))["rows"] == [
         {
             "mode": "inline", "concurrency": 2, "tok_s": 20.0, "step_ms": 50.0,
             "phases_ms": {"prefill": 9.0, "verify": 2.0}, "floor_fraction": 0.5, "accept_length": 2.5,
+            "host_ms": 0.3,
         }
     ]  # fmt: skip
 
@@ -80,12 +88,6 @@ def test_tokens_are_the_same_only_if_every_run_of_a_prompt_agrees() -> None:
     assert same_tokens([plain, drafted])
     tokens[rng.randrange(20)] += 1
     assert not same_tokens([plain, drafted])
-
-
-@pytest.mark.parametrize("text", ["", "1,,2", "0", "257", "one"])
-def test_a_wrong_concurrency_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match="concurrency: must be integers from 1 to 256"):
-        _levels(text)
 
 
 def test_the_floor_reads_a_tied_head_once_and_leaves_an_untied_embedding_out(tmp_path: Path) -> None:

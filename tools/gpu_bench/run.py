@@ -1,0 +1,176 @@
+"""A run of the bench on a GPU: the device, the weights, the job, and what is shown and written.
+
+Composition only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from common.errors import ConfigError
+from tools.bench_result import Row, as_json, write_json
+from tools.gpu_bench.identity import compare_tokens, identity_asks, identity_table
+from tools.gpu_bench.interruption import Interrupted, Interruption
+from tools.gpu_bench.lineup import Lineup
+from tools.gpu_bench.pair import Pair, check_shape
+from tools.gpu_bench.plan import GpuPlan, Job, Mode
+from tools.gpu_bench.read_speed import read_bandwidth_to_host
+from tools.gpu_bench.rows import RowMeter, rows_table
+from tools.gpu_bench.sizes import Sizes
+from tools.gpu_bench.soak import Soak
+
+_SEED = 0
+
+
+def bench_gpu(console: Console, plan: GpuPlan, json_path: Path | None) -> None:
+    """Measure and show. typer.Exit with status 1 when a soak found something wrong, 130 after Ctrl-C; what
+    was finished by then is shown and written."""
+    if plan.random_shape is not None:
+        check_shape(plan.random_shape)
+    if not torch.cuda.is_available():
+        raise ConfigError("device", "must be there", given="cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+    with Interruption() as interruption:
+        bandwidth = read_bandwidth_to_host(device)
+        console.print(f"{_device_name(device)}: a pure read runs at {bandwidth / 1e12:.2f} TB/s")
+        pair = Pair.of(plan, torch.bfloat16, device)
+        pair.check(plan)
+        run = Run(console, plan, pair, device, bandwidth, interruption, json_path)
+        try:
+            broken = _JOBS[plan.job](run)
+        except Interrupted:
+            console.print("interrupted; what was finished is shown and written")
+            raise typer.Exit(130) from None
+    if broken:
+        raise typer.Exit(1)
+
+
+@dataclass
+class Run:
+    """What every job needs."""
+
+    console: Console
+    plan: GpuPlan
+    pair: Pair
+    device: torch.device
+    bandwidth_bytes_s: float
+    interruption: Interruption
+    json_path: Path | None
+
+    def rows(self) -> bool:
+        """The closed loop in each mode; False: nothing can be broken but by an error."""
+        meter: RowMeter | None = None
+        floor = self.pair.floor(self.bandwidth_bytes_s)
+        try:
+            with self.lineup() as lineup, self._progress() as progress:
+                meter = RowMeter(
+                    self.plan, lineup.contenders, floor, self.pair.weights.config.vocab_size,
+                    self.interruption.check,
+                )  # fmt: skip
+                task = progress.add_task("", total=meter.num_rounds)
+
+                def show(row: Row) -> None:
+                    progress.update(task, advance=1, description=f"{row.mode} x {row.concurrency}")
+
+                meter.run(show)
+                for event, count in lineup.events.counts.items():
+                    self.console.print(f"[bold yellow]during the run: {event}, {count} times[/]")
+        finally:
+            if meter is not None:
+                self.console.print(rows_table(meter.rows, self.plan.accept_kind))
+                floors_ms = {mode.value: floor.weights_ms(mode) for mode in self.plan.modes}
+                self._write(meter.rows, floors_ms, {})
+        return False
+
+    def identity(self) -> bool:
+        """Tokens with and without drafts; differences are reported, and break nothing."""
+        asks = identity_asks(self.plan, self.pair.weights.config.vocab_size, _SEED)
+        with self.lineup() as lineup, self._progress() as progress:
+            task = progress.add_task("", total=None)
+
+            def show(mode: Mode, concurrency: int) -> None:
+                progress.update(task, description=f"{len(asks)} prompts, {mode} x {concurrency}")
+
+            comparisons = compare_tokens(
+                self.plan, lineup.contenders, asks, lineup.learn, self.interruption.check, show
+            )
+        self.console.print(identity_table(comparisons, self.plan.row_independent))
+        found = [comparison.as_json() for comparison in comparisons]
+        self._write([], {}, {"identity": found, "row_independent": self.plan.row_independent})
+        return False
+
+    def soak(self) -> bool:
+        """Many steps; True when something was wrong at the end."""
+        soak: Soak | None = None
+        try:
+            with self.lineup() as lineup, self._progress() as progress:
+                (subject,) = lineup.contenders
+                soak = Soak(self.plan, subject, self.pair.weights.config.vocab_size, _SEED)
+                task = progress.add_task(f"soak, {subject.mode}", total=self.plan.amount)
+                soak.run(self.interruption.check, lambda steps: progress.update(task, completed=steps))
+                events = [f"link: {event}, {count} times" for event, count in lineup.events.counts.items()]
+                soak.result.complaints += events
+        finally:
+            if soak is not None:
+                self._write([], {}, {"soak": soak.result.as_json()})
+        result = soak.result
+        self.console.print(
+            f"{result.num_steps} steps, {result.num_requests} requests ({result.num_cancelled} cancelled), "
+            f"{result.num_tokens} tokens"
+        )
+        for complaint in result.complaints:
+            self.console.print(f"[bold red]{complaint}[/]")
+        if not result.complaints:
+            self.console.print("memory flat, every page accounted for")
+        return bool(result.complaints)
+
+    def lineup(self) -> Lineup:
+        """All modes, ready; says what is captured meanwhile."""
+        sizes = Sizes.of(self.plan, self.pair.block_size)
+        with self._progress() as progress:
+            task = progress.add_task("starting")
+
+            def show(what: str, done: int, total: int) -> None:
+                progress.update(task, completed=done, total=total, description=f"capturing graphs, {what}")
+
+            return Lineup(self.plan, self.pair, sizes, self.device, self.interruption.is_wanted, show)
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[Progress]:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # Redrawn once a second: more would take the interpreter lock from the loop that is measured.
+        with Progress(*columns, console=self.console, transient=True, refresh_per_second=1) as progress:
+            yield progress
+
+    def _write(self, rows: Sequence[Row], floors_ms: dict[str, float], more: dict[str, Any]) -> None:
+        if self.json_path is None:
+            return
+        result = as_json(
+            rows,
+            device=_device_name(self.device),
+            model_name=self.pair.name,
+            block_size=self.pair.block_size or 1,
+            accept_kind=self.plan.accept_kind,
+            floors_ms=floors_ms,
+        )
+        write_json(self.json_path, result | more)
+
+
+_JOBS = {Job.ROWS: Run.rows, Job.IDENTITY: Run.identity, Job.SOAK: Run.soak}
+
+
+def _device_name(device: torch.device) -> str:
+    return (
+        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"Triton {triton.__version__}"
+    )
