@@ -78,12 +78,18 @@ def _load_for_cpu(
 def _load_for_gpu(
     settings: DrafterSettings, draft_dir: Path, shared: SharedWeights, target: TargetContract
 ) -> LoadedDrafter:
-    """Captures the graphs that need no ring: some seconds."""
+    return drafter_on_gpu(settings, Draft.load(draft_dir, shared, target), shared, target)
+
+
+def drafter_on_gpu(
+    settings: DrafterSettings, draft: Draft, shared: SharedWeights, target: TargetContract
+) -> LoadedDrafter:
+    """A drafter of weights that lie on the GPU. Captures the graphs that need no ring: some seconds. Raises
+    ConfigError."""
     from services.drafter.device_engine import DeviceDraftEngine
     from services.drafter.model.kernel_dflash import KernelDFlash
     from services.drafter.ring_mapping import CudaMappingDevice, RingMapping
 
-    draft = Draft.load(draft_dir, shared, target)
     contract, dtype = draft.contract, shared.embedding.dtype
     settings.check_capacity(contract.block_size)
     ring = largest_ring(settings, target, contract, dtype)
