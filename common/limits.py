@@ -120,11 +120,6 @@ DRAFT_ENTRIES_MAX = SESSIONS_MAX
 
 # The ring at 8B scale (40 KiB a row) with 256 requests of 16 rows and 65,536 prompt rows is 2.7 GiB.
 RING_BYTES_MAX = 8 << 30
-# Embedding and lm_head of a 150k vocabulary are 2.4 GiB at 8B scale, twice that at 70B.
-SHARED_WEIGHTS_BYTES_MAX = 16 << 30
-# The two that a draft shares with its target, and room for a quantized one's scales.
-SHARED_TENSORS_MAX = 8
-SHARED_TENSOR_NAME_CHARS_MAX = 64
 # What sockaddr_un holds, less the closing zero.
 SOCKET_PATH_BYTES_MAX = 107
 # A token is guessed by nobody, and compared in constant time.

@@ -41,7 +41,7 @@ class DeviceMemory:
         self._handle = checked("cuMemCreate", driver.cuMemCreate(self.num_bytes, prop, 0))
         # The mapping keeps the memory; this handle is kept to export it, and goes with this object.
         weakref.finalize(self, _release, self._handle).atexit = False
-        self.tensor = _mapped_tensor(self._handle, self.num_bytes, device, writable=True)
+        self.tensor = _mapped_tensor(self._handle, self.num_bytes, device)
         self.tensor.zero_()
         torch.cuda.synchronize(device)
 
@@ -56,11 +56,10 @@ class DeviceMemory:
         return int(descriptor)
 
 
-def import_memory(descriptor: int, num_bytes: int, device: torch.device, *, writable: bool) -> torch.Tensor:
+def import_memory(descriptor: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Map another process's memory: all of it `[num_bytes]` uint8. The descriptor stays the caller's.
 
-    Raises DriverError when the descriptor is not of such memory, or of less of it. Without `writable` a write
-    is a fault of this process alone.
+    Raises DriverError when the descriptor is not of such memory, or of less of it.
     """
     driver = load_driver()
     torch.cuda.synchronize(device)
@@ -69,7 +68,7 @@ def import_memory(descriptor: int, num_bytes: int, device: torch.device, *, writ
         driver.cuMemImportFromShareableHandle(descriptor, _posix(driver)),
     )
     try:
-        return _mapped_tensor(handle, num_bytes, device, writable=writable)
+        return _mapped_tensor(handle, num_bytes, device)
     finally:
         checked("cuMemRelease", driver.cuMemRelease(handle))
 
@@ -83,7 +82,7 @@ class _Exposed:
         }  # fmt: skip
 
 
-def _mapped_tensor(handle: Any, num_bytes: int, device: torch.device, *, writable: bool) -> torch.Tensor:
+def _mapped_tensor(handle: Any, num_bytes: int, device: torch.device) -> torch.Tensor:
     driver = load_driver()
     address = checked("cuMemAddressReserve", driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
     try:
@@ -92,10 +91,7 @@ def _mapped_tensor(handle: Any, num_bytes: int, device: torch.device, *, writabl
             access = driver.CUmemAccessDesc()
             access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
             access.location.id = device.index
-            flags = driver.CUmemAccess_flags
-            access.flags = (
-                flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-            )
+            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             checked("cuMemSetAccess", driver.cuMemSetAccess(address, num_bytes, [access], 1))
         except DriverError:
             checked("cuMemUnmap", driver.cuMemUnmap(address, num_bytes))

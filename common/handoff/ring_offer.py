@@ -5,40 +5,15 @@ Knows the messages and the ring's shape; opens no socket and maps nothing.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-
-import torch
 
 from common import limits
 from common.errors import InvalidRequest
-from common.handoff.ring import ALIGNMENT_BYTES, FLAG_SLOTS, RingShape
+from common.handoff.ring import FLAG_SLOTS, RingShape
 from common.pb.tandem.v1 import drafter_pb2 as pb
 from common.wire import dtype_from_number, dtype_number
 
 _ID_BYTES = 16
-
-
-@dataclass(frozen=True)
-class SharedTensor:
-    """A tensor inside shared memory: `offset` bytes from its start."""
-
-    name: str
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class SharedWeights:
-    """Weights of the target in a second piece of memory, which the drafter may read."""
-
-    num_bytes: int
-    tensors: tuple[SharedTensor, ...]
 
 
 @dataclass(frozen=True)
@@ -52,13 +27,12 @@ class RingOffer:
     num_bytes: int
     shape: RingShape
     flag_slot: int
-    shared: SharedWeights | None = None
 
 
 def encode_ring_offer(offer: RingOffer) -> pb.RingOffer:
     """The message of an offer."""
     shape = offer.shape
-    message = pb.RingOffer(
+    return pb.RingOffer(
         socket_path=offer.socket_path,
         token=offer.token,
         ring_id=offer.ring_id,
@@ -72,13 +46,6 @@ def encode_ring_offer(offer: RingOffer) -> pb.RingOffer:
         extend_rows_max=shape.extend_rows_max,
         flag_slot=offer.flag_slot,
     )
-    if offer.shared is not None:
-        message.shared.num_bytes = offer.shared.num_bytes
-        for tensor in offer.shared.tensors:
-            message.shared.tensors.add(
-                name=tensor.name, offset=tensor.offset, dtype=dtype_number(tensor.dtype), shape=tensor.shape
-            )
-    return message
 
 
 def decode_ring_offer(message: pb.RingOffer) -> RingOffer:
@@ -109,40 +76,7 @@ def decode_ring_offer(message: pb.RingOffer) -> RingOffer:
         num_bytes=message.num_bytes,
         shape=shape,
         flag_slot=message.flag_slot,
-        shared=_decode_shared(message.shared) if message.HasField("shared") else None,
     )
-
-
-def _decode_shared(message: pb.SharedWeights) -> SharedWeights:
-    limits.check_range("shared num_bytes", message.num_bytes, 1, limits.SHARED_WEIGHTS_BYTES_MAX)
-    limits.check_range("shared tensors", len(message.tensors), 1, limits.SHARED_TENSORS_MAX)
-    tensors = tuple(_decode_shared_tensor(tensor, message.num_bytes) for tensor in message.tensors)
-    if len({tensor.name for tensor in tensors}) < len(tensors):
-        raise InvalidRequest("shared tensors", limit="one of each name", given="more")
-    end = 0
-    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
-        if tensor.offset < end:
-            raise InvalidRequest("shared tensors", limit="without overlap", given="overlapping ones")
-        end = tensor.offset + tensor.num_bytes
-    return SharedWeights(message.num_bytes, tensors)
-
-
-def _decode_shared_tensor(message: pb.SharedTensor, num_bytes: int) -> SharedTensor:
-    limits.check_range(
-        "shared tensor name characters", len(message.name), 1, limits.SHARED_TENSOR_NAME_CHARS_MAX
-    )
-    limits.check_range("shared tensor rank", len(message.shape), 1, limits.TENSOR_RANK_MAX)
-    for size in message.shape:
-        limits.check_range("shared tensor dimension", size, 1, limits.TENSOR_DIM_MAX)
-    dtype = dtype_from_number("shared tensor dtype", message.dtype)
-    tensor = SharedTensor(message.name, message.offset, dtype, tuple(message.shape))
-    limits.check_range("shared tensor bytes", tensor.num_bytes, 1, num_bytes)
-    limits.check_range("shared tensor offset", tensor.offset, 0, num_bytes - tensor.num_bytes)
-    if tensor.offset % ALIGNMENT_BYTES:
-        raise InvalidRequest(
-            "shared tensor offset", limit=f"a multiple of {ALIGNMENT_BYTES}", given=tensor.offset
-        )
-    return tensor
 
 
 def _check_length(name: str, content: bytes, num_bytes: int) -> None:

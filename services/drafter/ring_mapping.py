@@ -131,7 +131,7 @@ class CudaMappingDevice:
 
     def import_memory(self, descriptor: int, num_bytes: int) -> torch.Tensor:
         """See MappingDevice.import_memory."""
-        return import_memory(descriptor, num_bytes, self._device, writable=True)
+        return import_memory(descriptor, num_bytes, self._device)
 
     def flags(self, pointers: FlagPointers) -> RingFlags:
         """See MappingDevice.flags."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
 from common import limits, wire
 from common.contract import PROTOCOL_VERSION, Mismatch, mismatches
-from common.errors import InvalidRequest, Unavailable
+from common.errors import InvalidRequest, Overloaded, Unavailable
+from common.handoff.ring_offer import RingOffer, decode_ring_offer
 from common.log import get_log
 from common.pb.tandem.v1 import drafter_pb2, drafter_pb2_grpc
 from services.drafter.desk import DrafterDesk, DrafterFacts
@@ -22,6 +23,7 @@ from services.drafter.device_stream import DeviceStream
 from services.drafter.draft_stream import DraftStream
 from services.drafter.engine_thread import EngineThread
 from services.drafter.instances import TargetInstances
+from services.drafter.ring_mapping import RingRefused
 
 log = get_log("servicer")
 
@@ -47,24 +49,30 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def Handshake(
         self, request: drafter_pb2.HandshakeRequest, context: Any
     ) -> drafter_pb2.HandshakeResponse:
-        """Compare contracts; a target that fits is known from here on."""
+        """Compare contracts; a target that fits is known from here on. With TRANSPORT_DEVICE its ring is
+        mapped, and graphs over it captured, before the answer."""
         _check_instance_id(request.target_instance_id)
         wrong = self._unmet(request)
         if wrong:
-            log.warning(
-                "handshake_refused", target=request.target_instance_id, fields=[m.field for m in wrong]
-            )
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(str(m) for m in wrong))
+            await _refuse(request, wrong, context)
+        offer = await _read_offer(request, context)
         living = self._instances.admit(request.target_instance_id)
         await self._links.forget_the_dead(self._instances.__contains__)
         num_dropped = await self._engine_thread.run(self._desk.drop_other_instances, living)
-        log.info("handshake", target=request.target_instance_id, num_sessions_dropped=num_dropped)
+        if offer is not None:
+            await self._attach(request, offer, context)
+        log.info(
+            "handshake",
+            target=request.target_instance_id,
+            transport=_transport_name(request.transport),
+            num_sessions_dropped=num_dropped,
+        )
         return drafter_pb2.HandshakeResponse(
             protocol_version=PROTOCOL_VERSION,
             drafter_instance_id=self._facts.instance_id,
             target=wire.encode_target_contract(self._facts.target),
             draft=wire.encode_draft_contract(self._facts.draft),
-            transport=drafter_pb2.TRANSPORT_INLINE,
+            transport=request.transport,
             num_sessions_max=self._facts.num_sessions_max,
             lease_s=self._facts.lease_s,
         )
@@ -135,9 +143,38 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             # What other versions mean by the other fields is not known here.
             return [Mismatch("protocol_version", PROTOCOL_VERSION, request.protocol_version)]
         wrong = mismatches(self._facts.target, wire.decode_target_contract(request.target))
-        if request.transport != drafter_pb2.TRANSPORT_INLINE:
-            wrong.append(Mismatch("transport", "TRANSPORT_INLINE", _transport_name(request.transport)))
+        ours = ["TRANSPORT_INLINE"] if self._facts.ring is None else ["TRANSPORT_INLINE", "TRANSPORT_DEVICE"]
+        theirs = _transport_name(request.transport)
+        if theirs not in ours:
+            wrong.append(Mismatch("transport", " or ".join(ours), theirs))
         return wrong
+
+    async def _attach(self, request: drafter_pb2.HandshakeRequest, offer: RingOffer, context: Any) -> None:
+        try:
+            await self._links.attach(request.target_instance_id, offer)
+        except RingRefused as refused:
+            await _refuse(request, [refused.mismatch], context)
+        except Overloaded:
+            # Its stream lives: two targets on one GPU, or an earlier life of this one that is stopped.
+            await _refuse(request, [Mismatch("ring", "one target's at a time", "another one's")], context)
+
+
+async def _refuse(request: drafter_pb2.HandshakeRequest, wrong: list[Mismatch], context: Any) -> NoReturn:
+    """End a handshake with every field that does not fit."""
+    log.warning("handshake_refused", target=request.target_instance_id, fields=[m.field for m in wrong])
+    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(str(m) for m in wrong))
+    raise AssertionError("abort raises")
+
+
+async def _read_offer(request: drafter_pb2.HandshakeRequest, context: Any) -> RingOffer | None:
+    """The offer of a handshake that asks for the device; None for another one."""
+    if request.transport != drafter_pb2.TRANSPORT_DEVICE:
+        return None
+    try:
+        return decode_ring_offer(request.ring)
+    except InvalidRequest as error:
+        wrong = Mismatch("ring", f"{error.field} {error.limit}", error.given)
+        await _refuse(request, [wrong], context)
 
 
 async def _of_instance(

@@ -11,39 +11,24 @@ import torch
 from common import limits
 from common.errors import InvalidRequest
 from common.handoff.ring import RingShape
-from common.handoff.ring_offer import (
-    RingOffer,
-    SharedTensor,
-    SharedWeights,
-    decode_ring_offer,
-    encode_ring_offer,
-)
+from common.handoff.ring_offer import RingOffer, decode_ring_offer, encode_ring_offer
 from common.pb.tandem.v1 import drafter_pb2 as pb
 
 SHAPE = RingShape(4, 4, 3, 96, torch.bfloat16, 32)
-SHARED = SharedWeights(
-    1 << 20,
-    (
-        SharedTensor("embed_tokens", 0, torch.bfloat16, (100, 48)),
-        SharedTensor("lm_head", 9728, torch.bfloat16, (100, 48)),
-    ),
-)
-
 
 def offer(**changes: Any) -> RingOffer:
     return RingOffer(
         **{
             "socket_path": "/run/tandem/x/ring", "token": b"t" * 32, "ring_id": b"r" * 16,
-            "gpu_uuid": b"g" * 16, "num_bytes": 2 << 20, "shape": SHAPE, "flag_slot": 63, "shared": SHARED,
+            "gpu_uuid": b"g" * 16, "num_bytes": 2 << 20, "shape": SHAPE, "flag_slot": 63,
             **changes,
         }
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("shared", [None, SHARED])
-def test_an_offer_survives_the_wire(shared: SharedWeights | None) -> None:
-    sent = pb.RingOffer.FromString(encode_ring_offer(offer(shared=shared)).SerializeToString())
-    assert decode_ring_offer(sent) == offer(shared=shared)
+def test_an_offer_survives_the_wire() -> None:
+    sent = pb.RingOffer.FromString(encode_ring_offer(offer()).SerializeToString())
+    assert decode_ring_offer(sent) == offer()
 
 
 def test_an_offers_text_does_not_tell_its_token() -> None:
@@ -52,18 +37,6 @@ def test_an_offers_text_does_not_tell_its_token() -> None:
 
 def set_field(name: str, value: Any) -> Callable[[pb.RingOffer], None]:
     return lambda message: setattr(message, name, value)
-
-
-def set_tensor(name: str, value: Any) -> Callable[[pb.RingOffer], None]:
-    def change(message: pb.RingOffer) -> None:
-        tensor = message.shared.tensors[0]
-        if name == "shape":
-            del tensor.shape[:]
-            tensor.shape.extend(value)
-        else:
-            setattr(tensor, name, value)
-
-    return change
 
 
 @pytest.mark.parametrize(
@@ -89,21 +62,6 @@ def set_tensor(name: str, value: Any) -> Callable[[pb.RingOffer], None]:
         (set_field("dtype", 77), "ring dtype"),
         (set_field("extend_rows_max", 0), "extend_rows_max"),
         (set_field("flag_slot", 64), "flag_slot"),
-        (lambda m: setattr(m.shared, "num_bytes", limits.SHARED_WEIGHTS_BYTES_MAX + 1), "shared num_bytes"),
-        (lambda m: m.shared.ClearField("tensors"), "shared tensors"),
-        (lambda m: m.shared.tensors.extend([m.shared.tensors[0]] * 8), "shared tensors"),
-        (lambda m: m.shared.tensors.append(m.shared.tensors[0]), "shared tensors"),
-        (set_tensor("name", ""), "shared tensor name characters"),
-        (set_tensor("name", "x" * 65), "shared tensor name characters"),
-        (set_tensor("offset", 2**64 - 1), "shared tensor offset"),
-        (set_tensor("offset", 255), "shared tensor offset"),
-        (set_tensor("offset", 512), "shared tensors"),
-        (set_tensor("shape", [2**63, 2**63]), "shared tensor dimension"),
-        (set_tensor("shape", [2**31 - 1, 2**31 - 1]), "shared tensor bytes"),
-        (set_tensor("shape", []), "shared tensor rank"),
-        (set_tensor("shape", [1] * 5), "shared tensor rank"),
-        (set_tensor("shape", [0, 48]), "shared tensor dimension"),
-        (set_tensor("dtype", 9), "shared tensor dtype"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(change: Callable[[pb.RingOffer], None], field: str) -> None:
