@@ -71,11 +71,11 @@ def _stage_extends(
         exists = row < num_rows
         sequence = tl.load(row_sequences + row, mask=exists, other=-1)
         used = sequence >= 0
-        lane = tl.load(lanes + sequence, mask=used, other=0)
+        row_lane = tl.load(lanes + sequence, mask=used, other=0)
         position = row - tl.load(row_starts + sequence, mask=used, other=0)
         position += tl.load(starts + sequence, mask=used, other=0)
         position = tl.where(used, position, 0)
-        slot = slot_of(page_table, lane, position, num_pages_each, used, PAGE_SIZE)
+        slot = slot_of(page_table, row_lane, position, num_pages_each, used, PAGE_SIZE)
         tl.store(slots_out + row, slot, mask=exists)
         tl.store(positions_out + row, tl.minimum(position, positions_max - 1), mask=exists)
 
