@@ -81,10 +81,14 @@ class RpcServer:
     All are NOT_SERVING until `set_serving(True)`. `observe_call` is told of each call's end.
     """
 
-    def __init__(self, service_names: Sequence[str], observe_call: ObserveCall) -> None:
+    def __init__(
+        self, service_names: Sequence[str], observe_call: ObserveCall, *, share_port: bool = False
+    ) -> None:
+        """share_port: others that say so, too, may listen at the same host and port, and the kernel deals out
+        connections. Without it a second process on a port fails."""
         self.server = grpc.aio.server(
             interceptors=[ServerCalls(observe_call)],
-            options=SERVER_OPTIONS,
+            options=[*(dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(share_port)}).items()],
             maximum_concurrent_rpcs=limits.RPCS_MAX,
         )
         self._names = ["", *service_names]
@@ -125,6 +129,18 @@ def _bind(server: grpc.aio.Server, address: Address) -> Address:
         if before is not None:
             os.umask(before)
     return TcpAddress(address.host, port) if isinstance(address, TcpAddress) else address
+
+
+def check_port_free(address: TcpAddress) -> None:
+    """Raise ConfigError when somebody listens there, be it one that would share the port."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # Only those who listen count, not connections that have just ended.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError:
+            raise ConfigError("listen", "cannot be listened on", given=str(address)) from None
 
 
 def _check_socket_free(address: UnixAddress) -> None:

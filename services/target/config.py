@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from common import limits
 from common.address import Address, parse_address
 from common.config import PeerText, ServiceSettings
+from common.errors import ConfigError
 
 
 class TargetSettings(ServiceSettings):
@@ -61,6 +62,25 @@ class TargetSettings(ServiceSettings):
         le=limits.EXTEND_ROWS_MAX,
         description="prompt tokens computed in a step, so that decoding requests go on",
     )
+
+    fronts: int | None = Field(
+        None, ge=0, le=limits.FRONTS_MAX,
+        description="processes that serve callers; 0 serves them in the process of the step loop; more "
+        "than 1 need a TCP address. Default: 0 on a cpu, else 1",
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check_fronts(self) -> TargetSettings:
+        if self.num_fronts > 1 and self.listen.startswith("unix:"):
+            raise ConfigError(
+                "fronts", "must be at most 1 on a unix socket, which fronts cannot share", given=self.fronts
+            )
+        return self
+
+    @property
+    def num_fronts(self) -> int:
+        """`fronts`, resolved."""
+        return self.fronts if self.fronts is not None else int(self.device != "cpu")
 
     @property
     def drafter_address(self) -> Address | None:

@@ -36,7 +36,7 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _BLOCK_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64)
 
 FAILURES = ("unavailable", "internal", "non_finite")
-REJECTIONS = ("invalid", "overloaded", "unavailable", "slow_reader")
+REJECTIONS = ("invalid", "overloaded", "unavailable", "slow_reader", "slow_front")
 RESYNCS = ("recaptured", "cold")
 TRANSPORTS = ("inline", "device")
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
@@ -95,9 +95,12 @@ class TargetMetrics:
         )
         self._rejected = m.counters(
             "request_rejected_total",
-            "Requests that were refused, or dropped because of their reader.",
+            "Requests that were refused, or dropped because of their reader or front.",
             "reason",
             REJECTIONS,
+        )
+        self._front_restarts = m.counter(
+            "front_restarts_total", "Front processes that were lost; each is started again."
         )
         self._drafts = m.counter("spec_decode_num_drafts_total", "Draft blocks verified.")
         self._draft_tokens = m.counter("spec_decode_num_draft_tokens_total", "Draft tokens verified.")
@@ -195,11 +198,15 @@ class TargetMetrics:
         """The request ended with an error; `reason` is one of FAILURES."""
         self._failure[reason].inc()
 
-    # --- the front -----------------------------------------------------------------------------------
+    # --- the fronts ----------------------------------------------------------------------------------
 
     def observe_rejected(self, reason: str) -> None:
         """A request was refused or dropped; `reason` is one of REJECTIONS."""
         self._rejected[reason].inc()
+
+    def observe_front_restart(self) -> None:
+        """A front process was lost, and will be started again."""
+        self._front_restarts.inc()
 
     # --- the link to the drafter ---------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from common.config import ServiceSettings
@@ -17,8 +18,7 @@ from common.log import get_log
 from common.metrics import CommonMetrics, Metrics, MetricsPage, serve_metrics
 from common.model_dir import resolve_model_dir
 from common.paged_kv import PagePool
-from common.pb.tandem.v1 import target_pb2_grpc
-from common.rpc import HEALTH_METHODS, RpcServer, method_names, open_channel
+from common.rpc import HEALTH_METHODS, method_names, open_channel
 from common.threads import confine_tensor_work, spread_tensor_work
 from common.wire import dtype_from_name
 from services.target.config import TargetSettings
@@ -28,8 +28,11 @@ from services.target.core.engine import Engine
 from services.target.core.remote_drafter import RemoteDrafter
 from services.target.core.scheduler import Scheduler
 from services.target.core.step import StepLoop
+from services.target.edge import Edge, InProcessFront
 from services.target.front.facts import DrafterFacts, DrafterState, ServedModel
+from services.target.front.process import FLUSH_S
 from services.target.front.servicer import SERVICE, TargetServicer
+from services.target.fronts import FrontPlan, Fronts
 from services.target.metrics import PREFIX, TargetMetrics
 from services.target.model.llama import Llama
 
@@ -38,21 +41,19 @@ log = get_log("target")
 _IDLE_POLL_S = 0.02
 # What the link calls once a connection; its stream is no call that ends.
 _CALLED = ("/tandem.v1.DrafterService/Handshake", "/tandem.v1.DrafterService/CloseSessions")
-# For the last messages of streams whose requests have ended.
-_FLUSH_S = 1.0
 
 
 class TargetService:
     """A running target; a common.lifecycle.Service."""
 
-    def __init__(self, core: Core, rpc: RpcServer, page: MetricsPage | None) -> None:
+    def __init__(self, core: Core, edge: Edge, page: MetricsPage | None) -> None:
         self._core = core
-        self._rpc = rpc
+        self._edge = edge
         self._page = page
 
     async def set_serving(self, serving: bool) -> None:
         """Tell health."""
-        await self._rpc.set_serving(serving)
+        await self._edge.set_serving(serving)
 
     async def drain(self) -> None:
         """Refuse new requests; return when those known have ended."""
@@ -63,7 +64,7 @@ class TargetService:
     async def stop(self) -> None:
         """Fail what is left, let the streams say so, close."""
         await asyncio.to_thread(self._core.stop)
-        await self._rpc.stop(_FLUSH_S)
+        await self._edge.stop(FLUSH_S)
         if self._page is not None:
             self._page.close()
 
@@ -82,13 +83,13 @@ async def serve(settings: TargetSettings, model: Llama) -> int:
     metrics = Metrics(PREFIX, served.name)
     observer = TargetMetrics(metrics)
     calls = CommonMetrics(metrics, [*method_names(SERVICE), *HEALTH_METHODS], _CALLED)
-    rpc = RpcServer([SERVICE.full_name], calls.observe_server_call)
 
     drafter = _open_drafter(settings, model, instance_id, observer, calls)
     draft_source: DraftSource = drafter or NoDrafts()
     scheduler = Scheduler(
         pool, num_running_max=settings.num_running_max, extend_rows_max=settings.extend_rows_max
     )
+    edge = _open_edge(settings, served, instance_id, lambda: _facts_of(drafter), observer, calls)
     core = Core(
         scheduler,
         StepLoop(scheduler, Engine(model, pool, settings.device), draft_source, observer),
@@ -96,20 +97,13 @@ async def serve(settings: TargetSettings, model: Llama) -> int:
         num_known_max=settings.num_running_max + settings.num_waiting_max,
         prepare=functools.partial(spread_tensor_work, settings.threads),
         on_failure=lambda: life.fail("core"),
+        announce=edge.announce,
     )
-    servicer = TargetServicer(
-        core,
-        served,
-        instance_id=instance_id,
-        drafter_facts=lambda: _facts_of(drafter),
-        observe_rejected=observer.observe_rejected,
-    )
-    target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, rpc.server)
     page = _open_page(settings, metrics)
-    life = Lifecycle(TargetService(core, rpc, page), settings.grace_s)
-    address = await rpc.start(settings.listen_address)
+    life = Lifecycle(TargetService(core, edge, page), settings.grace_s)
+    address = await edge.start(core, life.supervise)
     core.start()
-    life.supervise("event_loop_lag", watch_event_loop(calls.observe_event_loop_lag))
+    life.supervise("event_loop_lag", watch_event_loop(edge.observe_event_loop_lag))
     log.info("ready", listen=str(address), instance_id=instance_id, model=served.name, max_len=served.max_len)
     return await life.run()
 
@@ -138,6 +132,31 @@ def _served_model(settings: TargetSettings, model: Llama, pool: PagePool) -> Ser
         eos_token_ids=model.config.eos_token_ids,
         dtype=settings.dtype,
     )
+
+
+def _open_edge(
+    settings: TargetSettings,
+    served: ServedModel,
+    instance_id: str,
+    drafter_facts: Callable[[], DrafterFacts],
+    observer: TargetMetrics,
+    calls: CommonMetrics,
+) -> Edge:
+    if settings.num_fronts:
+        plan = FrontPlan(
+            settings.num_fronts, settings.listen_address, settings.log_level, instance_id, served
+        )
+        return Fronts(
+            plan, drafter_facts, observer, calls.observe_server_call, calls.observe_event_loop_lag
+        )
+    make_servicer = functools.partial(
+        TargetServicer,
+        model=served,
+        instance_id=instance_id,
+        drafter_facts=drafter_facts,
+        observe_rejected=observer.observe_rejected,
+    )
+    return InProcessFront(settings.listen_address, make_servicer, calls)
 
 
 def _open_drafter(

@@ -182,6 +182,8 @@ class FrontSocket:
 
     def close(self) -> None:
         """The front is gone: end its requests."""
+        if self._sock.fileno() < 0:
+            return
         self._outbox.close()
         self._loop.remove_writer(self._sock)
         # Not in the middle of somebody's `send`: the number of a closed file may be another's at once.

@@ -102,6 +102,14 @@ class CoreClient(asyncio.Protocol):
     def tell_report(self, report: core_pb2.FrontReport) -> None:
         self._send(core_pb2.FromFront(report=report))
 
+    async def close(self) -> None:
+        """End the connection once all that was said is sent."""
+        if self._transport is not None:
+            self._transport.close()
+            while self._transport is not None:
+                await self.news.wait()
+                self.news.clear()
+
     # --- asyncio.Protocol --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
