@@ -1,18 +1,15 @@
-"""The device hand-off's edges for a CPU: memory by memfd, flags as plain numbers, a pipe without a network."""
+"""The device hand-off's edges for a CPU: memory by memfd, flags as plain numbers."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections import deque
 from collections.abc import Callable
 
 import torch
 
 from common.handoff.cuda_driver import DriverError
 from common.handoff.ring import FlagPointers
-from common.handoff.transport import PeerLost
-from common.pb.tandem.v1 import drafter_pb2 as pb
 
 GPU_UUID = bytes(range(16))
 
@@ -79,28 +76,3 @@ class FakeRingDevice:
     def fresh_flags(self, pointers: FlagPointers) -> FakeRingFlags:
         self.flags[pointers] = FakeRingFlags()
         return self.flags[pointers]
-
-
-class FakePipe:
-    """A Pipe whose drafter is the test: it reads `sent` and appends to `replies`."""
-
-    def __init__(self) -> None:
-        self.sent: list[pb.DraftRequest] = []
-        self.replies: deque[pb.DraftResponse] = deque()
-        self.is_lost = False
-        self.is_full = False
-
-    def send(self, requests: list[pb.DraftRequest]) -> bool:
-        if self.is_lost:
-            raise PeerLost
-        if self.is_full:
-            return False
-        self.sent += requests
-        return True
-
-    def receive(self, deadline: float) -> pb.DraftResponse | None:
-        if self.replies:
-            return self.replies.popleft()
-        if self.is_lost:
-            raise PeerLost
-        return None

@@ -5,7 +5,8 @@ it. A descriptor can be guessed by nobody and works between containers that shar
 legacy IPC handles do not. Must not know what lies in the memory.
 
 The memory stays mapped as long as any tensor over it lives: views, and graphs that keep them, need no
-other owner. A process that ends gives up its mapping; the memory itself goes with the last one.
+other owner. When that goes, its thread waits for the device's work; so first end what waits there for a peer.
+A process that ends gives up its mapping, and the memory itself goes with the last one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ from typing import Any
 import torch
 
 from common.handoff.cuda_driver import DriverError, checked, load_driver
-from common.log import get_log
-
-log = get_log("device_memory")
 
 
 class DeviceMemory:
@@ -108,19 +106,13 @@ def _mapped_tensor(handle: Any, num_bytes: int, device: torch.device) -> torch.T
 def _unmap(address: Any, num_bytes: int, device: torch.device) -> None:
     """In the order that the driver wants: work over the memory ends, the mapping goes, the address goes."""
     driver = load_driver()
-    try:
-        torch.cuda.synchronize(device)
-        checked("cuMemUnmap", driver.cuMemUnmap(address, num_bytes))
-        checked("cuMemAddressFree", driver.cuMemAddressFree(address, num_bytes))
-    except (DriverError, RuntimeError) as error:
-        # A broken context: the process is about to end, and everything goes with it.
-        log.warning("device_memory_kept", reason=type(error).__name__)
+    torch.cuda.synchronize(device)
+    checked("cuMemUnmap", driver.cuMemUnmap(address, num_bytes))
+    checked("cuMemAddressFree", driver.cuMemAddressFree(address, num_bytes))
 
 
 def _release(handle: Any) -> None:
-    driver = load_driver()
-    if int(driver.cuMemRelease(handle)[0]) != 0:
-        log.warning("device_memory_kept", reason="cuMemRelease")
+    checked("cuMemRelease", load_driver().cuMemRelease(handle))
 
 
 def _properties(device: torch.device) -> Any:

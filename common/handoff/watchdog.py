@@ -12,10 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.log import get_log
-
-log = get_log("watchdog")
-
 # Looks per deadline: the release comes this fraction late at most, and a step that is in time costs nothing.
 LOOKS_PER_DEADLINE = 8
 
@@ -132,5 +128,4 @@ class Watchdog:
                 self._changed.wait(None if self._sleeps else pause_s)
                 self._sleeps = False
             if self.look():
-                log.warning("draft_deadline_missed", deadline_s=self._deadline_s)
                 self._on_missed()

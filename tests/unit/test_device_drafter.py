@@ -81,7 +81,7 @@ class World:
     def step(
         self, *rows: PostedRow | None, extends: tuple[PostedExtend, ...] = (), ended: tuple[int, ...] = ()
     ) -> list[int]:
-        """A step as the loop makes one, for the sessions of its rows; the draft rows that it launched with."""
+        """A step as the loop makes one; the rows of the drafts that it launched with."""
         self.drafter.settle()
         draft_rows = self.drafter.draft_rows([row.session_id for row in rows if row is not None])
         if self.drafter.draft is not None:

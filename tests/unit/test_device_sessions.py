@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common import limits
-from common.handoff.transport import Close, DeviceRow, Extend, Open, Outcome, SessionReport
+from common.handoff.transport import Close, DeviceRow, DeviceStep, Extend, Open, Outcome, SessionReport
 from services.target.core.device_sessions import DeviceSessions
 from services.target.core.draft_source import PlainReason
 from services.target.core.pipelined_source import PostedExtend, PostedRow, PostedStep
@@ -21,7 +21,9 @@ class World:
         self.sessions.connected(NUM_SESSIONS_MAX)
         self.sequence = 0
 
-    def plan(self, *rows: PostedRow | None, extends: tuple[PostedExtend, ...] = (), ended: tuple[int, ...] = ()):
+    def plan(
+        self, *rows: PostedRow | None, extends: tuple[PostedExtend, ...] = (), ended: tuple[int, ...] = ()
+    ) -> DeviceStep:
         self.sequence += 1
         posted = PostedStep(self.sequence, list(extends), list(rows), list(ended))
         return self.sessions.plan(posted, self.sequence)
