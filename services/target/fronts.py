@@ -126,7 +126,7 @@ class Fronts:
     def announce(self) -> None:
         """Send each front what the step had for it. Called on the core's thread; never waits."""
         for front in self._fronts:
-            front.joint.flush()
+            front.joint.announce()
 
     def observe_event_loop_lag(self, seconds: float) -> None:
         """The lag of the core's own event loop."""

@@ -1,7 +1,9 @@
 """The core's end of the joint with one front: its requests come in, one frame a step goes out.
 
-Writes never wait. What the socket does not take stays in the outbox, merged, until the event loop says that
-it can be written to; so a front that does not read costs the core's thread one failed `send` a step.
+Writes never wait. They happen on the core's thread after a step's events, while the device computes the
+next one: a thread for them would take the interpreter's lock from the core just then. What the socket does
+not take stays in the outbox, merged, until the event loop says that it can be written to; so a front that
+does not read costs the core's thread one failed `send` a step.
 Knows frames and messages, and the core's verbs; nothing of processes or gRPC.
 """
 
@@ -20,7 +22,7 @@ from common.errors import InvalidRequest, Overloaded, Unavailable
 from common.pb.tandem.v1 import core_pb2
 from services.target.core.front_outbox import FrontOutbox, FrontStream
 from services.target.core.report import CoreStats
-from services.target.core.request import Event, Request, RequestRefused
+from services.target.core.request import Request
 from services.target.front.facts import DrafterFacts
 from services.target.joint.frames import BrokenJoint, FrameReader, framed
 from services.target.joint.messages import decode_request, encode_facts
@@ -53,7 +55,7 @@ class FrontObserver(Protocol):
 
 
 class FrontSocket:
-    """Made and read on the event loop; `flush` may be called from any thread."""
+    """Made and read on the event loop; writes from any thread."""
 
     def __init__(
         self,
@@ -102,6 +104,15 @@ class FrontSocket:
     def say_leave(self) -> None:
         """Ask the front to end once it has passed on all that waits."""
         self._outbox.say_leave()
+        self.flush()
+
+    def announce(self) -> None:
+        """Send what the core has emitted since the last call. On its thread; never blocks."""
+        ended, overflowed = self._outbox.collect()
+        for stream in ended:
+            self._streams.pop(stream.handle, None)
+        for stream in overflowed:
+            self._loop.call_soon_threadsafe(self._drop, stream)
         self.flush()
 
     def flush(self) -> None:
@@ -224,21 +235,14 @@ class FrontSocket:
         except ValueError:
             raise BrokenJoint("prompt: must be 32-bit numbers") from None
         stream = FrontStream(message.handle, request)
-        request.emit = functools.partial(self._emit, stream)
+        request.emit = functools.partial(self._outbox.emit, stream)
         self._streams[message.handle] = stream
         try:
             self._core.submit(request)
         except (InvalidRequest, Overloaded, Unavailable) as error:
             del self._streams[message.handle]
-            self._outbox.emit(stream, RequestRefused(error))
+            self._outbox.refuse(stream, error)
             self.flush()
-
-    def _emit(self, stream: FrontStream, event: Event) -> None:
-        """On the core's thread."""
-        if not self._outbox.emit(stream, event):
-            self._loop.call_soon_threadsafe(self._drop, stream)
-        if stream.ended:
-            self._streams.pop(stream.handle, None)
 
     def _drop(self, stream: FrontStream) -> None:
         self._observer.observe_slow_front()

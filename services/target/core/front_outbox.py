@@ -9,7 +9,7 @@ import threading
 from array import array
 
 from common import limits
-from common.errors import Overloaded
+from common.errors import Overloaded, TandemError
 from common.pb.tandem.v1 import core_pb2
 from services.target.core.request import (
     Event,
@@ -36,11 +36,14 @@ class FrontStream:
 
 
 class FrontOutbox:
-    """Filled from any thread; emptied by one at a time, a frame's worth at once."""
+    """Filled by the core's thread and the event loop; emptied by one at a time, a frame's worth at once."""
 
     def __init__(self, backlog_tokens_max: int = limits.STREAM_BACKLOG_TOKENS_MAX) -> None:
         self._backlog_tokens_max = backlog_tokens_max
-        # Held for a few operations on lists: the core's thread takes it at each event.
+        self._emitted: list[tuple[FrontStream, Event]] = []
+        """Since the last `collect`; the core's thread alone touches it."""
+        # For a few operations on lists at a time. Once a step and not once an event, which would be a fifth
+        # of an event's cost.
         self._lock = threading.Lock()
         self._waiting: list[FrontStream] = []
         """Streams that have something to say, each once."""
@@ -54,26 +57,44 @@ class FrontOutbox:
         """Whether `take` would give something."""
         return bool(self._waiting or self._answers or self._leave or self._serving is not None)
 
-    def emit(self, stream: FrontStream, event: Event) -> bool:
-        """Take an event in; never blocks. False, once, when that was too much: the stream then ends with
-        Overloaded instead, and the core should drop the request. After an end nothing changes any more."""
+    def emit(self, stream: FrontStream, event: Event) -> None:
+        """Take an event in, on the core's thread; it counts from the next `collect` on."""
+        self._emitted.append((stream, event))
+
+    def collect(self) -> tuple[list[FrontStream], list[FrontStream]]:
+        """Merge what was emitted into what waits, on the core's thread. Returns the streams that ended by it,
+        and those of them that ended since too much waits: their requests should be dropped. After its end
+        nothing about a stream changes any more."""
+        emitted, self._emitted = self._emitted, []
+        ended: list[FrontStream] = []
+        overflowed: list[FrontStream] = []
         with self._lock:
-            if stream.ended or self._closed:
-                return True
-            if not stream.token_ids:
-                self._waiting.append(stream)
-            if not isinstance(event, TokensCommitted):
-                stream.terminal, stream.ended = _ending(stream.handle, event), True
-                return True
-            stream.token_ids += event.token_ids
-            stream.from_draft += event.from_draft
-            num_waiting = len(stream.token_ids)
-            if num_waiting <= self._backlog_tokens_max:
-                return True
-            stream.token_ids, stream.from_draft = [], []
-            error = Overloaded("tokens not yet read", limit=self._backlog_tokens_max, given=num_waiting)
-            stream.terminal, stream.ended = _ending(stream.handle, RequestFailed(error)), True
-            return False
+            for stream, event in emitted:
+                if stream.ended or self._closed:
+                    continue
+                if not stream.token_ids:
+                    self._waiting.append(stream)
+                if not isinstance(event, TokensCommitted):
+                    self._end(stream, event)
+                    ended.append(stream)
+                    continue
+                stream.token_ids += event.token_ids
+                stream.from_draft += event.from_draft
+                num_waiting = len(stream.token_ids)
+                if num_waiting > self._backlog_tokens_max:
+                    stream.token_ids, stream.from_draft = [], []
+                    limit = self._backlog_tokens_max
+                    error = Overloaded("tokens not yet read", limit=limit, given=num_waiting)
+                    self._end(stream, RequestFailed(error))
+                    ended.append(stream)
+                    overflowed.append(stream)
+        return ended, overflowed
+
+    def refuse(self, stream: FrontStream, error: TandemError) -> None:
+        """End the stream of a request that was not admitted; from any thread."""
+        with self._lock:
+            self._waiting.append(stream)
+            self._end(stream, RequestRefused(error))
 
     def answer(self, question: int, found: bool) -> None:
         """Answer an AbortNamed."""
@@ -101,14 +122,12 @@ class FrontOutbox:
         frame = core_pb2.FromCore()
         with self._lock:
             taken = self._cut()
-            handles, counts, token_ids = array(U32), array(U32), array(U32)
-            from_draft: list[bool] = []
-            endings = []
+            handles, counts, token_ids, from_draft, endings = [], [], [], [], []
             for stream in taken:
                 if stream.token_ids:
                     handles.append(stream.handle)
                     counts.append(len(stream.token_ids))
-                    token_ids.extend(stream.token_ids)
+                    token_ids += stream.token_ids
                     from_draft += stream.from_draft
                     stream.token_ids, stream.from_draft = [], []
                 if stream.terminal is not None:
@@ -119,8 +138,9 @@ class FrontOutbox:
             if self._leave and not self._waiting:
                 frame.leave, self._leave = True, False
         if handles:
-            frame.deltas.handles, frame.deltas.counts = handles.tobytes(), counts.tobytes()
-            frame.deltas.token_ids, frame.deltas.from_draft = token_ids.tobytes(), bytes(from_draft)
+            deltas = frame.deltas
+            deltas.handles, deltas.counts = array(U32, handles).tobytes(), array(U32, counts).tobytes()
+            deltas.token_ids, deltas.from_draft = array(U32, token_ids).tobytes(), bytes(from_draft)
         frame.endings.extend(endings)
         frame.abort_answers.extend(answers)
         return frame
@@ -136,10 +156,12 @@ class FrontOutbox:
         taken, self._waiting = self._waiting, []
         return taken
 
-
-def _ending(handle: int, event: RequestFinished | RequestFailed | RequestRefused) -> core_pb2.Ending:
-    if isinstance(event, RequestFinished):
-        return core_pb2.Ending(handle=handle, finished=encode_finished(event))
-    if isinstance(event, RequestRefused):
-        return core_pb2.Ending(handle=handle, refused=encode_error(event.error))
-    return core_pb2.Ending(handle=handle, failed=encode_error(event.error))
+    def _end(self, stream: FrontStream, event: RequestFinished | RequestFailed | RequestRefused) -> None:
+        ending = stream.terminal = core_pb2.Ending(handle=stream.handle)
+        stream.ended = True
+        if isinstance(event, RequestFinished):
+            ending.finished.CopyFrom(encode_finished(event))
+        elif isinstance(event, RequestRefused):
+            ending.refused.CopyFrom(encode_error(event.error))
+        else:
+            ending.failed.CopyFrom(encode_error(event.error))
