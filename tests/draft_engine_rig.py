@@ -7,7 +7,7 @@ Draft ids are compared where the CPU's two best logits are clearly apart (both s
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from services.drafter.model.kernel_dflash import KernelDFlash
 from services.drafter.session import SessionKey
 from tests.builders_drafter import load_drafter
 
-# Over two layers in fp32 the two sides differ by some 1e-5.
+# Over two tiny layers in fp32 the two sides differ by some 1e-5.
 MARGIN = 1e-3
 NOBODY = LaneResult(Outcome.UNKNOWN_SESSION, 0)
 
@@ -63,9 +63,7 @@ def build_kernel_draft(
     target_dir: Path, draft_dir: Path, device: str, sizes: Sizes, *, row_independent: bool = False
 ) -> KernelDFlash:
     """The draft in fp32, for an engine of these sizes."""
-    shared, contract = load_shared_weights(target_dir, torch.float32)
-    if device != "cpu":
-        shared = type(shared)(shared.embedding.to(device), shared.lm_head.to(device), shared.fingerprint)
+    shared, contract = load_shared_weights(target_dir, torch.float32, device)
     draft = Draft.load(draft_dir, shared, contract)
     block_size = draft.config.block_size
     return KernelDFlash(
@@ -101,9 +99,13 @@ class DraftRig:
     """Both engines, and what the host keeps for the device: pages of each lane."""
 
     def __init__(
-        self, checkpoints: tuple[Path, Path], sizes: Sizes, seed: int, *, device: str = "cpu"
-    ) -> None:
+        self, checkpoints: tuple[Path, Path], sizes: Sizes, seed: int, *, device: str = "cpu",
+        margin: float = MARGIN,
+    ) -> None:  # fmt: skip
+        """checkpoints: directories of the target, of which only the shared weights are read, and the draft.
+        margin: logits that are further apart decide the same on both sides."""
         self.sizes = sizes
+        self._margin = margin
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         model = build_kernel_draft(*checkpoints, device, sizes)
@@ -114,9 +116,11 @@ class DraftRig:
         self.ring = build_ring(model, sizes)
         self.engine.attach(self.ring)
         # Pages of another size: places never agree by chance.
+        pages_each = -(-(sizes.context_len_max + self.block_size) // 5)
         self.cpu = load_drafter(
-            *checkpoints, page_size=5, num_pages=200, context_len_max=sizes.context_len_max
-        )
+            *checkpoints, page_size=5, num_pages=sizes.num_lanes * pages_each,
+            num_sessions_max=sizes.num_lanes, context_len_max=sizes.context_len_max,
+        )  # fmt: skip
         self._pool = PagePool(sizes.num_pages, sizes.page_size)
         self._tables: dict[int, PageTable] = {}
         self._starts: dict[int, int] = {}
@@ -142,6 +146,15 @@ class DraftRig:
 
     def start(self, lane: int) -> int:
         return self._starts[lane]
+
+    def replace_ring(self, sizes: Sizes) -> Ring:
+        """Go on over another ring, of these sizes; returns the one before."""
+        before, self.sizes = self.ring, replace(
+            self.sizes, ring_rows=sizes.ring_rows, extend_rows=sizes.extend_rows
+        )
+        self.ring = build_ring(self.engine._model, sizes)
+        self.engine.attach(self.ring)
+        return before
 
     def join(self, lane: int, start: int) -> None:
         """A session begins in the lane; one that was there has left nothing behind."""
@@ -302,7 +315,7 @@ class DraftRig:
                 continue
             drafts, logits = wanted[i]
             best = logits.topk(2, dim=-1).values
-            clear = best[:, 0] - best[:, 1] > MARGIN
+            clear = best[:, 0] - best[:, 1] > self._margin
             assert torch.equal(found[i][clear], drafts[clear])
             assert ((found[i] >= 0) & (found[i] < self.vocab_rows)).all()
             self.num_clear += int(clear.sum())

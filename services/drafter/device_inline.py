@@ -21,19 +21,21 @@ from services.drafter.engine import PlacedBlock
 if TYPE_CHECKING:
     from services.drafter.model.kernel_dflash import KernelDFlash
 
-# Captured rows that are stored at once. A message of 2 MiB holds 51 at 8B scale.
-_ROW_BUCKETS = (16, 64)
+# Captured rows that are stored at once: few, or at most so many. A message of 2 MiB holds 51 at 8B scale.
+_FEW_ROWS, _ROWS_MAX = 16, 64
 
 
 class InlineDrafting:
-    """Stages what the host placed. captured `[64, num_captured_layers * hidden_size]`."""
+    """Stages what the host placed. captured `[at most 64, num_captured_layers * hidden_size]`."""
 
     def __init__(
         self, tensors: DraftTensors, graphs: Graphs, model: KernelDFlash, block_buckets: list[int]
     ) -> None:
         """graphs: has, for each of block_buckets, one named ("draft", bucket) when a block is drafted."""
         width = len(model.contract.captured_layer_ids) * model.config.hidden_size
-        self.captured = torch.zeros(_ROW_BUCKETS[-1], width, dtype=model.dtype, device=model.device)
+        rows_max = min(_ROWS_MAX, tensors.context.slots.shape[0])
+        self._row_buckets = [size for size in (_FEW_ROWS,) if size < rows_max] + [rows_max]
+        self.captured = torch.zeros(rows_max, width, dtype=model.dtype, device=model.device)
         self._tensors = tensors
         self._graphs = graphs
         self._block_buckets = block_buckets
@@ -43,17 +45,17 @@ class InlineDrafting:
         """What must be captured before the first append."""
         return [
             (("rows", size), partial(self._tensors.store_context, self.captured[:size]))
-            for size in reversed(_ROW_BUCKETS)
+            for size in reversed(self._row_buckets)
         ]
 
     def append_to_host(self, captured: torch.Tensor, positions: list[int], slots: list[int]) -> list[bool]:
         """Store the context K/V of captured rows `[N, num_captured_layers * hidden_size]`; whether what each
         stored is finite."""
-        found = []
-        for first in range(0, len(positions), _ROW_BUCKETS[-1]):
-            rows = slice(first, min(first + _ROW_BUCKETS[-1], len(positions)))
+        found, most = [], self._row_buckets[-1]
+        for first in range(0, len(positions), most):
+            rows = slice(first, min(first + most, len(positions)))
             num_rows = rows.stop - rows.start
-            size = bucket_for(_ROW_BUCKETS, num_rows)
+            size = bucket_for(self._row_buckets, num_rows)
             places = np.zeros((2, size), np.int32)
             places[:, :num_rows] = positions[rows], slots[rows]
             staged = self._tensors.context_rows(size)
