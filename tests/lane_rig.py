@@ -231,8 +231,11 @@ class LaneRig:
         assert rider.table is not None
         self._running.remove(rider)
         self._free_lanes.append(rider.lane)
-        pages = torch.tensor(rider.table.release(), device=self._kv.device)
-        self._on_device(lambda: self._kv.index_fill_(2, pages, float("nan")))
+        pages = rider.table.release()
+        # The list becomes a tensor on the engine's stream: made on another, it might not be there in time.
+        self._on_device(
+            lambda: self._kv.index_fill_(2, torch.tensor(pages, device=self._kv.device), float("nan"))
+        )
 
     def _check_free_pages(self) -> None:
         """Nobody wrote where nobody owns."""

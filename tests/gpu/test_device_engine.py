@@ -246,7 +246,7 @@ def test_a_lane_used_a_thousand_times_gives_the_same_text_and_memory_stays_flat(
             flat = _memory_in_use()
     assert flat is not None and len(seen) == 5
     allocated, reserved, host = (now - then for now, then in zip(_memory_in_use(), flat, strict=True))
-    assert allocated == 0 and reserved == 0 and host < 20 << 20
+    assert allocated == 0 and reserved <= 0 and host < 20 << 20
 
 
 def _memory_in_use() -> tuple[int, int, int]:
