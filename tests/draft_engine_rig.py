@@ -384,7 +384,8 @@ def random_step(rig: DraftRig) -> tuple[list[Append], list[Row | None]]:
         if kind < 0.15:
             rows.append(None)
         elif kind < 0.3:
-            rows.append(Row(lane, rng.randrange(25), rng.randint(0, size), begins=True))
+            base = rng.choice((rng.randrange(25), rig.sizes.context_len_max - rng.randrange(size)))
+            rows.append(Row(lane, base, rng.randint(0, size), begins=True))
         elif kind < 0.35:
             rows.append(Row(lane, end, rng.choice((-1, size + 1, 2**31 - 1))))
         else:
