@@ -62,6 +62,7 @@ class DeviceLinks:
         self._clock = clock
         self._link: DeviceLink | None = None
         self._ring_of: str | None = None
+        self._attachings: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
 
@@ -72,6 +73,14 @@ class DeviceLinks:
         An earlier link of the same target ends, with its stream. Raises RingRefused, also while a stream of
         another target has the engine.
         """
+        attaching = asyncio.create_task(self._attach(target_instance_id, offer))
+        self._attachings.add(attaching)
+        attaching.add_done_callback(self._attachings.discard)
+        attaching.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # Seen to its end though the handshake may be given up: the next one must not map while this captures.
+        await asyncio.shield(attaching)
+
+    async def _attach(self, target_instance_id: str, offer: RingOffer) -> None:
         assert self._mapping is not None, "an offer is refused where there is no ring"
         async with self._turn:
             held = self._link
@@ -96,6 +105,12 @@ class DeviceLinks:
         if link is None or link.target_instance_id != target_instance_id or link.end_stream is not None:
             return None
         return link
+
+    def drop_unclaimed(self, target_instance_id: str) -> None:
+        """The target has shaken hands for messages alone: its next stream is none of the device."""
+        link = self.unclaimed(target_instance_id)
+        if link is not None:
+            self.lose(link)
 
     def lose(self, link: DeviceLink) -> None:
         """The link is over. Returns at once; again changes nothing."""
@@ -132,6 +147,8 @@ class DeviceLinks:
 
     async def close(self) -> None:
         """End the link; return when nothing of it runs any more."""
+        for attaching in self._attachings:
+            attaching.cancel()
         if self._link is not None:
             self.lose(self._link)
         await self._all_run_out()

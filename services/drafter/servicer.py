@@ -13,7 +13,7 @@ import grpc
 
 from common import limits, wire
 from common.contract import PROTOCOL_VERSION, Mismatch, mismatches
-from common.errors import InvalidRequest, Overloaded, Unavailable
+from common.errors import InvalidRequest, Unavailable
 from common.handoff.ring_offer import RingOffer, decode_ring_offer
 from common.log import get_log
 from common.pb.tandem.v1 import drafter_pb2, drafter_pb2_grpc
@@ -61,6 +61,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         num_dropped = await self._engine_thread.run(self._desk.drop_other_instances, living)
         if offer is not None:
             await self._attach(request, offer, context)
+        else:
+            self._links.drop_unclaimed(request.target_instance_id)
         log.info(
             "handshake",
             target=request.target_instance_id,
@@ -154,9 +156,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             await self._links.attach(request.target_instance_id, offer)
         except RingRefused as refused:
             await _refuse(request, [refused.mismatch], context)
-        except Overloaded:
-            # Its stream lives: two targets on one GPU, or an earlier life of this one that is stopped.
-            await _refuse(request, [Mismatch("ring", "one target's at a time", "another one's")], context)
 
 
 async def _refuse(request: drafter_pb2.HandshakeRequest, wrong: list[Mismatch], context: Any) -> NoReturn:
