@@ -45,13 +45,13 @@ class Comparison:
 
 
 def identity_asks(plan: GpuPlan, vocab_size: int, seed: int) -> list[Ask]:
-    """plan.amount prompts of mixed lengths; every second one is sampled at temperature 0.8."""
+    """plan.amount prompts of mixed lengths; every second one is sampled at temperature 0.8 and plan.top_p."""
     rng = random.Random(seed)
     return [
         Ask(
             random_prompt(rng, rng.randint(max(1, plan.prompt_tokens // 4), plan.prompt_tokens), vocab_size),
             plan.max_new_tokens,
-            SamplingParams(temperature=0.8 * (number % 2), top_p=0.95, seed=rng.randrange(2**32)),
+            SamplingParams(temperature=0.8 * (number % 2), top_p=plan.top_p, seed=rng.randrange(2**32)),
         )
         for number in range(plan.amount)
     ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.contract import TargetContract
 from common.embedding import SharedWeights, random_shared_weights, target_contract
 from common.errors import ConfigError
 from common.model_dir import resolve_model_dir
@@ -37,7 +38,8 @@ class Pair:
         if plan.random_shape is not None:
             check_shape(plan.random_shape)
             weights = LlamaWeights.random(NAMED_SHAPES[plan.random_shape], dtype, device, _TARGET_SEED)
-            draft = random_draft(plan.random_shape, weights.shared, dtype) if plan.drafted else None
+            shared, contract = weights.shared, weights.contract
+            draft = random_draft(plan.random_shape, shared, contract) if plan.drafted else None
             return cls(f"{plan.random_shape} (random weights)", weights, draft)
         assert plan.model is not None
         directory = resolve_model_dir(plan.model, field="model")
@@ -85,12 +87,15 @@ def check_shape(name: str) -> None:
         raise ConfigError("random", f"must be one of {', '.join(known)}", given=name)
 
 
-def random_draft(shape: str, shared: SharedWeights, dtype: torch.dtype) -> Draft:
+def random_draft(shape: str, shared: SharedWeights, target: TargetContract) -> Draft:
     """The draft of a named shape, for a target with these matrices."""
-    target = target_contract(NAMED_SHAPES[shape], shared, dtype)
     return Draft.random(NAMED_DRAFT_SHAPES[shape], shared, target, _DRAFT_SEED)
 
 
-def random_shared(shape: str, dtype: torch.dtype, device: torch.device | str) -> SharedWeights:
-    """The matrices that a drafter of this shape shares with the random target."""
-    return random_shared_weights(NAMED_SHAPES[shape], dtype, device, _TARGET_SEED)
+def random_shared(
+    shape: str, dtype: torch.dtype, device: torch.device | str
+) -> tuple[SharedWeights, TargetContract]:
+    """What a drafter of this shape shares with the random target, and what that target asks of it."""
+    config = NAMED_SHAPES[shape]
+    shared = random_shared_weights(config, dtype, device, _TARGET_SEED)
+    return shared, target_contract(config, shared, dtype)

@@ -104,7 +104,8 @@ class Soak:
         while self._leg_steps < num_steps:
             prompt_len = self._rng.randint(1, self._plan.prompt_tokens)
             prompt = random_prompt(self._rng, prompt_len, self._vocab_size)
-            sampled = SamplingParams(temperature=0.8, top_p=0.95, seed=self._rng.randrange(2**32))
+            seed = self._rng.randrange(2**32)
+            sampled = SamplingParams(temperature=0.8, top_p=self._plan.top_p, seed=seed)
             sampling = self._rng.choice((SamplingParams(), sampled))
             drafting = self._rng.random() < 0.9
             yield Ask(prompt, self._rng.randint(1, self._plan.max_new_tokens), sampling, drafting)
