@@ -40,7 +40,7 @@ def _posted_row(ride: Ride, base_min: int) -> PostedRow | None:
     if not request.drafting or ride.room_max < 2:
         return None
     # No position past the last token's matters: there the request is over.
-    position_max = min(ride.position_max, len(request.prompt) + request.max_new_tokens - 1)
+    position_max = min(ride.position_max, request.len_max - 1)
     return PostedRow(request.session_id, base_min, position_max)
 
 

@@ -172,7 +172,9 @@ class LanesScheduler(Roster):
         if ride.room_max <= 0:
             return
         position, stored_len_max = ride.position_max, _stored_len_max(request)
-        may_draft = self._reserve(plan, ride, min(position + width, stored_len_max))
+        num_tokens = min(position + width, stored_len_max)
+        assert request.page_table is not None
+        may_draft = num_tokens <= request.page_table.capacity or self._reserve(plan, ride, num_tokens)
         if not may_draft and not self._reserve(plan, ride, min(position + 1, stored_len_max)):
             if ride.num_in_flight or not self._preempt_for(plan, ride, request.committed_len):
                 return
@@ -230,4 +232,4 @@ def _ride(request: Request) -> Ride:
 def _stored_len_max(request: Request) -> int:
     """Tokens whose K/V is ever used: the last one is only told. Rows past them fall on the sentinel page or
     on the rest of the last one, and what is chosen there is never committed."""
-    return len(request.prompt) + request.max_new_tokens - 1
+    return request.len_max - 1

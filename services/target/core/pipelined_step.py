@@ -254,7 +254,8 @@ class PipelinedStepLoop(RequestLoop):
         elif request.phase is Phase.RUNNING:
             # It may be its draft's fault, or lie past its end: the position is computed again without (I1).
             self._scheduler.restart(request, request.committed_len - 1)
-        ride.is_over = True
+        else:
+            ride.is_over = True
         self._engine.zero_pages([_SENTINEL_PAGE, *pages])
         return Outcome(request, None, num_drafts, events)
 

@@ -6,7 +6,7 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from common import limits
 from common.errors import InvalidRequest, TandemError
@@ -61,8 +61,7 @@ class FinishReason(enum.Enum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True)
-class TokensCommitted:
+class TokensCommitted(NamedTuple):
     """Tokens that are irrevocably part of the output; from_draft says which a draft had proposed."""
 
     token_ids: list[int]
@@ -132,6 +131,8 @@ class Request:
     ride: Ride | None = None
     """Filled by a scheduler with lanes; stays after a preemption, for what is still in flight."""
 
+    len_max: int = field(init=False)
+    """Tokens when no more may be committed. The context limit is inside max_new_tokens already."""
     tokens: list[int] = field(default_factory=list)
     cached_len: int = 0
     phase: Phase = Phase.WAITING
@@ -146,6 +147,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.len_max = len(self.prompt) + self.max_new_tokens
         self.submitted_at = self.clock()
 
     @property
@@ -158,8 +160,8 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be committed. The context limit is inside max_new_tokens already."""
-        return self.max_new_tokens - self.num_output_tokens
+        """Tokens that may still be committed."""
+        return self.len_max - len(self.tokens)
 
     @property
     def remaining_len(self) -> int:

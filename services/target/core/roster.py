@@ -44,7 +44,7 @@ class Roster:
 
     def add(self, request: Request) -> None:
         """Queue a new request. Its tokens must fit the pool when it runs alone."""
-        assert self.pool.pages_for(len(request.prompt) + request.max_new_tokens) <= self.pool.num_pages
+        assert self.pool.pages_for(request.len_max) <= self.pool.num_pages
         self._waiting.append(request)
 
     def find(self, request_id: str) -> Request | None:
