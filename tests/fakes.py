@@ -93,10 +93,11 @@ class ScriptedCore:
     """The core as the front sees it: keeps what it is given; the test says what becomes of it.
 
     `refusal`, when set, is raised by submit. commit, finish and fail play the core's part for a request,
-    from whichever thread calls them.
+    each as one step, from whichever thread calls them.
     """
 
     def __init__(self) -> None:
+        self.announce: Callable[[], None] = lambda: None
         self.refusal: TandemError | None = None
         self.requests: dict[str, Request] = {}
         self.aborted: list[str] = []
@@ -135,14 +136,17 @@ class ScriptedCore:
         request = self.requests[request_id]
         request.tokens += token_ids
         request.emit(TokensCommitted(list(token_ids), [i % 2 == 1 for i in range(len(token_ids))]))
+        self.announce()
 
     def finish(self, request_id: str, reason: FinishReason, matched_token_id: int | None = None) -> None:
         """End a request as it should end."""
         self._known.discard(request_id)
         request = self.requests[request_id]
         request.emit(request.finish(reason, matched_token_id))
+        self.announce()
 
     def fail(self, request_id: str, error: TandemError) -> None:
         """End a request with an error."""
         self._known.discard(request_id)
         self.requests[request_id].emit(RequestFailed(error))
+        self.announce()
