@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from common.handoff.cuda_driver import DriverError
-from common.handoff.ring import FlagPointers
+from common.handoff.flags import FlagMemory, FlagPair
 
 GPU_UUID = bytes(range(16))
 
@@ -44,16 +44,22 @@ class FakeRingFlags:
         self.enqueued: list[tuple[str, int]] = []
         self.released: list[int] = []
         self.has_come_to = 0
+        self.has_passed = 0
+        self.is_stuck = False
 
     def write_ready(self, sequence: int) -> Callable[[], bool]:
         self.enqueued.append(("ready", sequence))
         return lambda: self.has_come_to >= sequence
 
-    def await_done(self, sequence: int) -> None:
+    def await_done(self, sequence: int) -> Callable[[], bool]:
         self.enqueued.append(("await", sequence))
+        return lambda: self.has_passed >= sequence
 
     def release(self, sequence: int) -> None:
+        """The stream goes on, unless the test says that something keeps it."""
         self.released.append(sequence)
+        if not self.is_stuck:
+            self.has_passed = sequence
 
 
 class FakeRingDevice:
@@ -64,7 +70,7 @@ class FakeRingDevice:
 
     def __init__(self) -> None:
         self.allocated: list[MemfdMemory] = []
-        self.flags: dict[FlagPointers, FakeRingFlags] = {}
+        self.num_registered = 0
         self.fails_with: Exception | None = None
 
     def allocate(self, num_bytes: int) -> MemfdMemory:
@@ -73,6 +79,8 @@ class FakeRingDevice:
         self.allocated.append(MemfdMemory(num_bytes))
         return self.allocated[-1]
 
-    def fresh_flags(self, pointers: FlagPointers) -> FakeRingFlags:
-        self.flags[pointers] = FakeRingFlags()
-        return self.flags[pointers]
+    def register(self, flags: FlagMemory) -> None:
+        self.num_registered += 1
+
+    def flags(self, pair: FlagPair) -> FakeRingFlags:
+        return FakeRingFlags()

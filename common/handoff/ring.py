@@ -1,8 +1,8 @@
 """The hand-off ring: where captured states, accept lengths and drafts lie in one piece of GPU memory.
 
 Layout and typed views only: both processes compute the same offsets from the same shape. Makes no CUDA
-call and knows nothing of who owns the memory. What the target reads back is `drafts` and the word `done`,
-nothing else: whoever has mapped the ring may write any of it.
+call and knows nothing of who owns the memory. What the target reads back is `drafts` and nothing else:
+whoever has mapped the ring may write any of it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,10 @@ import torch
 from common import limits
 from common.errors import InvalidRequest
 
-# What a GPU's loads and its allocator are aligned to; a flag of its own line is polled without disturbing
-# its neighbour.
+# What a GPU's loads and its allocator are aligned to.
 ALIGNMENT_BYTES = 256
-# Connections that have had flags of their own before the first pair is used again: whoever was given up may
-# still write the flags of its own connection, and must not be taken for its successor.
-FLAG_SLOTS = 64
-_FLAG_SLOT_BYTES = 2 * ALIGNMENT_BYTES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class FlagPointers(NamedTuple):
-    """Addresses of a connection's two uint32 words."""
-
-    ready: int
-    """Written by the target: states up to this sequence are in the ring."""
-    done: int
-    """Written by the drafter: drafts up to this sequence are."""
 
 
 class Region(NamedTuple):
@@ -78,7 +64,6 @@ class RingShape:
         """Where each of Ring's tensors lies, by name, without overlap."""
         rows, i32 = self.num_rows, torch.int32
         tensors = {
-            "flags": ((FLAG_SLOTS, 2, ALIGNMENT_BYTES // i32.itemsize), i32),
             "base": ((rows,), i32),
             "count": ((rows,), i32),
             "anchor": ((rows,), i32),
@@ -95,13 +80,13 @@ class RingShape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes from the first flag to the last captured state, in unbounded integers."""
+        """Bytes from the first tensor to the end of the last, in unbounded integers."""
         last = self.regions["extend_captured"]
         return _aligned(last.offset + last.num_bytes)
 
 
 class Ring:
-    """Views into one allocation; the target writes all but `drafts` and `done`.
+    """Views into one allocation; the target writes all but `drafts`.
 
     verify_captured `[num_rows * block_size, captured_width]`: batch row i's verify rows are
     [i * block_size, (i + 1) * block_size). extend_captured `[extend_rows_max, captured_width]`.
@@ -109,13 +94,11 @@ class Ring:
     the step); how many of its rows became context (num_accepted + 1, or 0 for a request whose prompt has
     just ended); its new anchor, which stands at base + count.
     drafts `[num_rows, num_draft_tokens]` int32, written by the drafter: any value may be in there.
-    flags `[FLAG_SLOTS, 2, 64]` int32: per connection the words `ready` and `done`, each in a line of its own.
     """
 
     def __init__(self, shape: RingShape, buffer: torch.Tensor) -> None:
         self.shape = shape
         self.buffer = buffer
-        self.flags = self._view("flags")
         self.base = self._view("base")
         self.count = self._view("count")
         self.anchor = self._view("anchor")
@@ -138,12 +121,6 @@ class Ring:
                 "ring bytes", limit=f"at least {shape.num_bytes}", given=buffer.numel()
             )  # fmt: skip
         return cls(shape, buffer)
-
-    def flag_pointers(self, slot: int) -> FlagPointers:
-        """Addresses of the flags of the connection that was given this slot."""
-        limits.check_range("flag_slot", slot, 0, FLAG_SLOTS - 1)
-        ready = self.flags.data_ptr() + slot * _FLAG_SLOT_BYTES
-        return FlagPointers(ready, ready + ALIGNMENT_BYTES)
 
     def _view(self, name: str) -> torch.Tensor:
         region = self.shape.regions[name]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from common import limits
 from common.errors import InvalidRequest
-from common.handoff.ring import FLAG_SLOTS, RingShape
+from common.handoff.flags import FLAG_SLOTS
+from common.handoff.ring import RingShape
 from common.pb.tandem.v1 import drafter_pb2 as pb
 from common.wire import dtype_from_number, dtype_number
 

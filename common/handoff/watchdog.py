@@ -1,8 +1,9 @@
 """Lets a GPU stream go on that waits for a peer which is late or gone.
 
 A thread with one armed deadline: when the peer does not hand over in time, or is known to be lost, it calls
-the release function. Knows no CUDA; time, and whether the peer's turn has come, are asked of functions that
-it is given.
+the release function, and again until the stream is past its wait: a peer that was only late may still write
+its own, lower value over the release. Knows no CUDA; time, and how far the stream has come, are asked of
+functions that it is given.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ from dataclasses import dataclass
 
 # Looks per deadline: the release comes this fraction late at most, and a step that is in time costs nothing.
 LOOKS_PER_DEADLINE = 8
+# How soon a release that was written over is made again; less than a step.
+RELEASE_PAUSE_S = 0.002
 
 
 @dataclass
 class _Armed:
-    """A wait that is on the stream. The deadline starts when the peer's turn has come."""
+    """The last wait that is on the stream. The deadline starts when the peer's turn has come."""
 
     sequence: int
     is_due: Callable[[], bool]
+    has_passed: Callable[[], bool]
     due_since: float | None = None
 
 
 class Watchdog:
-    """Watches the waits of one connection, of which only the last can be outstanding.
+    """Watches the waits of one connection. A release of the last one is a release of all before it.
 
-    Once it has let the stream go, it does so for every later wait at once, since the peer is given up.
+    Once it has let the stream go, the peer is given up and nothing waits for it any more.
     """
 
     def __init__(
@@ -38,8 +42,8 @@ class Watchdog:
         on_missed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """release(sequence) must let the wait for that sequence end; it and on_missed (called once, after
-        it, when a deadline passed) are called on the watchdog's thread or on that which trips it."""
+        """release(sequence) must let the wait for that sequence end, if the stream is or comes there now.
+        on_missed is called once, after the release, when a deadline passed; on the watchdog's thread."""
         self._release = release
         self._deadline_s = deadline_s
         self._on_missed = on_missed
@@ -47,13 +51,12 @@ class Watchdog:
         self._changed = threading.Condition()
         self._armed: _Armed | None = None
         self._has_tripped = False
-        self._is_closed = False
         # Whether the thread waits without a time, for want of anything armed.
         self._sleeps = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to look. The thread ends when the peer is given up and the stream past its last wait."""
         self._thread.start()
 
     @property
@@ -62,14 +65,18 @@ class Watchdog:
         with self._changed:
             return self._has_tripped
 
-    def arm(self, sequence: int, is_due: Callable[[], bool]) -> None:
-        """A wait for `sequence` is on the stream. is_due() says, without waiting, whether the stream has
-        come to it, so that the peer and nobody else keeps it waiting."""
+    def watch(
+        self, sequence: int, is_due: Callable[[], bool], enqueue_wait: Callable[[], Callable[[], bool]]
+    ) -> None:
+        """Put a wait for `sequence` on the stream, and watch it; or not, when the peer is given up.
+
+        enqueue_wait() returns what says whether the stream is past the wait. is_due() says whether the
+        stream has come to it, so that the peer and nobody else keeps it waiting. Neither waits.
+        """
         with self._changed:
             if self._has_tripped:
-                self._release(sequence)
                 return
-            self._armed = _Armed(sequence, is_due)
+            self._armed = _Armed(sequence, is_due, enqueue_wait())
             # Otherwise the thread looks by itself soon enough: waking it each step would cost the step.
             if self._sleeps:
                 self._changed.notify()
@@ -81,24 +88,21 @@ class Watchdog:
                 self._armed = None
 
     def trip(self) -> None:
-        """The peer is lost: let go what waits, and whatever will. From any thread; again changes nothing."""
+        """The peer is lost: let go what waits. From any thread; again changes nothing. Does not wait."""
         with self._changed:
             self._trip()
-
-    def close(self) -> None:
-        """Let go what waits, and stop looking."""
-        with self._changed:
-            self._trip()
-            self._is_closed = True
-            self._changed.notify()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(self._deadline_s)
 
     def look(self) -> bool:
         """Let go what is overdue; whether it did now. The thread calls this again and again."""
         with self._changed:
             armed = self._armed
-            if armed is None or self._has_tripped:
+            if armed is None:
+                return False
+            if self._has_tripped:
+                if armed.has_passed():
+                    self._armed = None
+                else:
+                    self._release(armed.sequence)
                 return False
             now = self._clock()
             if armed.due_since is None:
@@ -110,22 +114,26 @@ class Watchdog:
         return True
 
     def _trip(self) -> None:
-        """Under the lock, so that a wait armed meanwhile is not missed."""
         if self._has_tripped:
             return
         self._has_tripped = True
-        armed, self._armed = self._armed, None
-        if armed is not None:
-            self._release(armed.sequence)
+        if self._armed is not None:
+            self._release(self._armed.sequence)
+        self._changed.notify()
 
     def _run(self) -> None:
-        pause_s = self._deadline_s / LOOKS_PER_DEADLINE
         while True:
             with self._changed:
-                if self._is_closed or self._has_tripped:
+                if self._has_tripped and self._armed is None:
                     return
                 self._sleeps = self._armed is None
-                self._changed.wait(None if self._sleeps else pause_s)
+                self._changed.wait(self._pause_s)
                 self._sleeps = False
             if self.look():
                 self._on_missed()
+
+    @property
+    def _pause_s(self) -> float | None:
+        if self._has_tripped:
+            return RELEASE_PAUSE_S
+        return None if self._armed is None else self._deadline_s / LOOKS_PER_DEADLINE

@@ -16,8 +16,8 @@ from common.errors import InvalidRequest
 from common.handoff.cuda_driver import DriverError, gpu_uuid
 from common.handoff.descriptor_socket import DescriptorsRefused, close_all, fetch_descriptors
 from common.handoff.device_memory import import_memory
-from common.handoff.flags import SideStream, wait_value, write_value
-from common.handoff.ring import FlagPointers, Ring, RingShape
+from common.handoff.flags import FlagMemory, FlagPair, FlagsRefused
+from common.handoff.ring import Ring, RingShape
 from common.handoff.ring_offer import RingOffer
 from common.log import get_log
 from services.drafter.device_link import Mark, RingFlags
@@ -54,8 +54,11 @@ class MappingDevice(Protocol):
     def import_memory(self, descriptor: int, num_bytes: int) -> torch.Tensor:
         """Another process's memory `[num_bytes]` uint8. Raises DriverError."""
 
-    def flags(self, pointers: FlagPointers) -> RingFlags:
-        """A connection's flags."""
+    def register(self, flags: FlagMemory) -> None:
+        """Let the device use the flags. Raises DriverError."""
+
+    def flags(self, pair: FlagPair) -> RingFlags:
+        """A connection's flags, as the engine's stream uses them."""
 
 
 class RingMapping:
@@ -66,7 +69,7 @@ class RingMapping:
         self._on = on
         self._largest = largest
         self._ring_id = b""
-        self._ring: Ring | None = None
+        self._mapped: tuple[Ring, FlagMemory] | None = None
 
     def map(self, offer: RingOffer) -> MappedRing:
         """Map what is offered, or use what is mapped when it is the same piece of memory; graphs over it stay
@@ -75,14 +78,17 @@ class RingMapping:
         Raises RingRefused; then the ring of before is mapped still.
         """
         self._check(offer)
-        if self._ring is None or (self._ring_id, self._ring.shape) != (offer.ring_id, offer.shape):
-            self._ring, self._ring_id = self._fetch(offer), offer.ring_id
+        mapped = self._mapped
+        if mapped is None or (self._ring_id, mapped[0].shape) != (offer.ring_id, offer.shape):
+            mapped = self._fetch(offer)
+            self._mapped, self._ring_id = mapped, offer.ring_id
             log.info("ring_mapped", num_bytes=offer.num_bytes, num_rows=offer.shape.num_rows)
-        return MappedRing(self._ring, self._on.flags(self._ring.flag_pointers(offer.flag_slot)))
+        ring, flags = mapped
+        return MappedRing(ring, self._on.flags(flags.pair(offer.flag_slot)))
 
     def unmap(self) -> None:
         """Let the ring go. The memory stays mapped as long as anything else has tensors over it."""
-        self._ring, self._ring_id = None, b""
+        self._mapped, self._ring_id = None, b""
 
     def _check(self, offer: RingOffer) -> None:
         if offer.gpu_uuid != self._on.gpu_uuid:
@@ -99,17 +105,19 @@ class RingMapping:
                     Mismatch("ring", f"{field} at most {getattr(ours, field)}", getattr(theirs, field))
                 )
 
-    def _fetch(self, offer: RingOffer) -> Ring:
+    def _fetch(self, offer: RingOffer) -> tuple[Ring, FlagMemory]:
         try:
             descriptors = fetch_descriptors(
-                offer.socket_path, offer.token, 1, limits.HANDSHAKE_DEADLINE_S
+                offer.socket_path, offer.token, 2, limits.HANDSHAKE_DEADLINE_S
             )  # fmt: skip
         except DescriptorsRefused as error:
             log.warning("ring_not_fetched", reason=str(error))
             raise RingRefused(Mismatch("socket_path", "reachable", "no descriptor came")) from error
         try:
-            return Ring.over(offer.shape, self._on.import_memory(descriptors[0], offer.num_bytes))
-        except (DriverError, InvalidRequest) as error:
+            flags = FlagMemory(descriptors[1])
+            self._on.register(flags)
+            return Ring.over(offer.shape, self._on.import_memory(descriptors[0], offer.num_bytes)), flags
+        except (DriverError, FlagsRefused, InvalidRequest) as error:
             log.warning("ring_not_mapped", reason=str(error))
             raise RingRefused(Mismatch("ring", "memory of the offered size", "not to be mapped")) from error
         finally:
@@ -120,10 +128,8 @@ class CudaMappingDevice:
     """A MappingDevice on the engine's GPU and stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Raises DriverError where the driver is missing."""
         self._stream = stream
         self._device = stream.device
-        self._side = SideStream(stream.device)
 
     @property
     def gpu_uuid(self) -> bytes:
@@ -133,34 +139,37 @@ class CudaMappingDevice:
         """See MappingDevice.import_memory."""
         return import_memory(descriptor, num_bytes, self._device)
 
-    def flags(self, pointers: FlagPointers) -> RingFlags:
+    def register(self, flags: FlagMemory) -> None:
+        """See MappingDevice.register."""
+        flags.register()
+
+    def flags(self, pair: FlagPair) -> RingFlags:
         """See MappingDevice.flags."""
-        return StreamFlags(pointers, self._stream, self._side)
+        return StreamFlags(pair, self._stream)
 
 
 class StreamFlags:
-    """RingFlags in GPU memory; see device_link.RingFlags."""
+    """RingFlags of the engine's stream; see device_link.RingFlags."""
 
-    def __init__(self, pointers: FlagPointers, stream: torch.cuda.Stream, side: SideStream) -> None:
-        self._pointers = pointers
+    def __init__(self, pair: FlagPair, stream: torch.cuda.Stream) -> None:
+        self._pair = pair
         self._stream = stream
-        self._side = side
         self._awaited = 0
 
     def await_ready(self, sequence: int) -> Mark:
         """See RingFlags.await_ready."""
         self._awaited = sequence
-        wait_value(self._pointers.ready, sequence, self._stream)
+        self._pair.ready.enqueue_wait(sequence, self._stream)
         return self._mark()
 
     def write_done(self, sequence: int) -> Mark:
         """See RingFlags.write_done."""
-        write_value(self._pointers.done, sequence, self._stream)
+        self._pair.done.enqueue_write(sequence, self._stream)
         return self._mark()
 
     def release(self) -> None:
         """See RingFlags.release."""
-        self._side.write(self._pointers.ready, self._awaited + _FAR_AHEAD)
+        self._pair.ready.store(self._awaited + _FAR_AHEAD)
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

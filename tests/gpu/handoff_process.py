@@ -1,6 +1,7 @@
 """The other process of the hand-off's GPU tests: does what it reads from stdin, a line at a time.
 
-`python -m tests.gpu.handoff_process drafter PATH TOKEN` maps the ring, `… owner` makes one and offers it.
+`python -m tests.gpu.handoff_process drafter PATH TOKEN NUM_BYTES` maps the ring, `… owner` makes one and
+offers it.
 Each line that is done is answered by one line.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 
 from common.handoff.descriptor_socket import close_all, fetch_descriptors, giving_descriptors
 from common.handoff.device_memory import DeviceMemory, import_memory
-from common.handoff.flags import SideStream, wait_value, write_value
+from common.handoff.flags import FlagMemory
 from common.handoff.ring import Ring, RingShape
 
 SHAPE = RingShape(16, 16, 15, 20480, torch.bfloat16, 512)
@@ -28,27 +30,26 @@ FAR_AHEAD = 1 << 30
 class Drafter:
     """Drafts anchor + 1, anchor + 2, … of each row, plus the first captured state."""
 
-    def __init__(self, path: str, token: str) -> None:
-        descriptors = fetch_descriptors(path, bytes.fromhex(token), 1, 10.0)
-        self.ring = Ring.over(SHAPE, import_memory(descriptors[0], SHAPE.num_bytes, DEVICE))
+    def __init__(self, path: str, token: str, num_bytes: str) -> None:
+        descriptors = fetch_descriptors(path, bytes.fromhex(token), 2, 10.0)
+        self.ring = Ring.over(SHAPE, import_memory(descriptors[0], int(num_bytes), DEVICE))
+        self.flags = FlagMemory(descriptors[1]).register().pair(SLOT)
         close_all(descriptors)
-        self.ready, self.done = self.ring.flag_pointers(SLOT)
-        self.side = SideStream(DEVICE)
         self.stream = torch.cuda.Stream(DEVICE)
         self.offsets = torch.arange(1, 16, dtype=torch.int32, device=DEVICE)
 
     def work(self, sequence: str) -> str:
         """Enqueue a step behind its flags."""
         with torch.cuda.stream(self.stream):
-            wait_value(self.ready, int(sequence), self.stream)
+            self.flags.ready.enqueue_wait(int(sequence), self.stream)
             first = self.ring.verify_captured[::16, :1].int()
             self.ring.drafts.copy_(self.ring.anchor[:, None] + self.offsets + first)
-            write_value(self.done, int(sequence), self.stream)
+            self.flags.done.enqueue_write(int(sequence), self.stream)
         return "enqueued"
 
     def release(self, sequence: str) -> str:
         """The target is gone: let the stream go on."""
-        self.side.write(self.ready, int(sequence) + FAR_AHEAD)
+        self.flags.ready.store(int(sequence) + FAR_AHEAD)
         return "released"
 
     def compute(self) -> str:
@@ -58,15 +59,19 @@ class Drafter:
 
 
 class Crowd:
-    """Many streams that wait for one word; whether the side stream's write gets past them."""
+    """Many streams that wait for one word, more than there are hardware queues."""
 
     def wait(self, num_streams: str) -> str:
-        memory = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
-        side = SideStream(DEVICE)
+        """Let them all go on by a store."""
+        memory, _ = FlagMemory.create()
+        flag = memory.register().pair(0).done
         streams = [torch.cuda.Stream(DEVICE) for _ in range(int(num_streams))]
         for stream in streams:
-            wait_value(memory.data_ptr(), 1, stream)
-        side.write(memory.data_ptr(), 1)
+            flag.enqueue_wait(1, stream)
+        time.sleep(0.2)
+        if any(stream.query() for stream in streams):
+            return "some did not wait"
+        flag.store(1)
         for stream in streams:
             stream.synchronize()
         return "all went on"
@@ -86,9 +91,10 @@ def say(text: str) -> None:
 async def own() -> None:
     """Make a ring, offer it, and wait to be killed."""
     memory = DeviceMemory(SHAPE.num_bytes, DEVICE)
+    _, flags_descriptor = FlagMemory.create()
     with tempfile.TemporaryDirectory() as parent:
-        async with giving_descriptors([memory.export()], Path(parent)) as (path, token):
-            say(f"{path} {token.hex()}")
+        async with giving_descriptors([memory.export(), flags_descriptor], Path(parent)) as (path, token):
+            say(f"{path} {token.hex()} {memory.num_bytes}")
             await asyncio.sleep(120)
 
 

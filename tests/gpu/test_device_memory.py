@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -21,7 +22,7 @@ import torch
 from common.handoff.cuda_driver import DriverError, gpu_uuid
 from common.handoff.descriptor_socket import DescriptorsRefused, fetch_descriptors, giving_descriptors
 from common.handoff.device_memory import DeviceMemory, import_memory
-from common.handoff.flags import SideStream
+from common.handoff.flags import FlagMemory
 from common.handoff.ring import Ring
 from common.handoff.watchdog import Watchdog
 from services.target.core.ring_flags import StreamFlags
@@ -74,8 +75,9 @@ class Owner:
     def __init__(self) -> None:
         self.memory = DeviceMemory(SHAPE.num_bytes, DEVICE)
         self.ring = Ring.over(SHAPE, self.memory.tensor)
-        self.side = SideStream(DEVICE)
-        self.flags = StreamFlags(self.ring.flag_pointers(SLOT), DEVICE, self.side)
+        self.flag_memory, self._flags_descriptor = FlagMemory.create()
+        self.flag_memory.register()
+        self.flags = StreamFlags(self.flag_memory.pair(SLOT), DEVICE)
 
     @contextlib.contextmanager
     def drafter(self) -> Iterator[Process]:
@@ -90,8 +92,9 @@ class Owner:
     async def _start_drafter(self) -> Process:
         descriptor = self.memory.export()
         with tempfile.TemporaryDirectory() as parent:
-            async with giving_descriptors([descriptor], Path(parent)) as (path, token):
-                drafter = Process("drafter", path, token.hex())
+            descriptors = [descriptor, self._flags_descriptor]
+            async with giving_descriptors(descriptors, Path(parent)) as (path, token):
+                drafter = Process("drafter", path, token.hex(), str(self.memory.num_bytes))
                 assert await asyncio.to_thread(drafter.read) == "mapped"
         os.close(descriptor)
         return drafter
@@ -116,6 +119,7 @@ class Owner:
 def owner() -> Iterator[Owner]:
     owner = Owner()
     yield owner
+    # Whatever a test that failed left waiting.
     owner.flags.release(1 << 29)
 
 
@@ -205,7 +209,6 @@ def test_a_drafter_that_is_killed_with_work_enqueued_leaves_the_owner_unharmed(o
         owner.flags.await_done(2)
         assert owner.is_well()
     with owner.drafter() as next_drafter:
-        owner.flags = StreamFlags(owner.ring.flag_pointers(SLOT), DEVICE, owner.side)
         next_drafter.ask("work 3")
         owner.verify(3)
         owner.flags.await_done(3)
@@ -214,8 +217,7 @@ def test_a_drafter_that_is_killed_with_work_enqueued_leaves_the_owner_unharmed(o
 
 def test_a_drafter_whose_owner_is_killed_keeps_its_context() -> None:
     owner = Process("owner")
-    path, token = owner.read().split()
-    drafter = Process("drafter", path, token)
+    drafter = Process("drafter", *owner.read().split())
     try:
         assert drafter.read() == "mapped"
         assert drafter.ask("work 1") == "enqueued"
@@ -243,16 +245,36 @@ def test_the_watchdog_lets_the_stream_go_on_when_the_drafter_is_stopped(owner: O
         is_ready = owner.flags.write_ready(2)
         ready, after = torch.cuda.Event(), torch.cuda.Event()
         ready.record()
-        owner.flags.await_done(2)
+        watchdog.watch(2, is_ready, lambda: owner.flags.await_done(2))
         after.record()
-        watchdog.arm(2, is_ready)
         assert until(ready, 5) is not None
         waited_s = until(after, 5)
         assert waited_s is not None and 0.15 < waited_s < 0.4
         print(f"stopped drafter: the stream went on after {waited_s * 1e3:.0f} ms of a 200 ms deadline")
         assert missed.wait(5)
         assert owner.is_well()
-    watchdog.close()
+
+
+def test_a_late_drafter_cannot_stop_the_owner_again(owner: Owner) -> None:
+    """Two waits are on the stream; the drafter's first write comes after the release of both."""
+    watchdog = Watchdog(owner.flags.release, 0.2, lambda: None)
+    watchdog.start()
+    with owner.drafter() as drafter:
+        drafter.signal(signal.SIGSTOP)
+        for sequence in (1, 2):
+            is_ready = owner.flags.write_ready(sequence)
+            watchdog.watch(sequence, is_ready, functools.partial(owner.flags.await_done, sequence))
+            # Long enough that the write below comes between the two waits.
+            torch.cuda._sleep(int(1e9))
+        after = torch.cuda.Event()
+        after.record()
+        while not watchdog.has_tripped:
+            time.sleep(0.001)
+        drafter.signal(signal.SIGCONT)
+        drafter.ask("work 1")
+        drafter.ask("compute")
+        assert until(after, 5) is not None
+        assert owner.is_well()
 
 
 def test_a_release_gets_past_any_number_of_waiting_streams() -> None:

@@ -270,13 +270,27 @@ def test_a_dead_drafter_is_let_go_of_at_once(world: World) -> None:
     assert world.num_releases == 0
 
 
-def test_a_wait_that_comes_after_the_loss_is_let_go_too(world: World) -> None:
+def test_after_the_loss_nothing_waits_any_more(world: World) -> None:
     world.connect()
-    flags = world.flags
     world.step(row(1))
     world.status.ended("UNAVAILABLE")
     world.drafter.await_drafts()
-    assert flags.enqueued[-1] == ("await", 1) and flags.released == [1]
+    assert world.flags.enqueued == [("ready", 1)]
+
+
+def test_a_release_that_a_late_drafter_writes_over_is_made_again(world: World) -> None:
+    world.connect()
+    flags = world.flags
+    flags.is_stuck = True
+    world.step(row(1))
+    world.drafter.await_drafts()
+    world.status.ended("UNAVAILABLE")
+    world.until(lambda: len(flags.released) > 5)
+    flags.is_stuck = False
+    time.sleep(0.1)
+    num_released = len(flags.released)
+    time.sleep(0.1)
+    assert len(flags.released) == num_released
 
 
 def test_a_new_connection_has_new_flags_and_knows_no_session(world: World) -> None:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from common import limits
 from common.errors import InvalidRequest
-from common.handoff.ring import ALIGNMENT_BYTES, FLAG_SLOTS, Ring, RingShape
+from common.handoff.ring import ALIGNMENT_BYTES, Ring, RingShape
 
 SHAPE = RingShape(
     num_rows=3, block_size=4, num_draft_tokens=3, captured_width=10, dtype=torch.bfloat16, extend_rows_max=7
 )
-NAMES = ("flags", "base", "count", "anchor", "drafts", "verify_captured", "extend_captured")
+NAMES = ("base", "count", "anchor", "drafts", "verify_captured", "extend_captured")
 
 
 def test_every_tensor_has_the_shape_and_type_of_the_contract() -> None:
@@ -46,21 +46,6 @@ def test_two_rings_over_the_same_bytes_are_one() -> None:
     theirs.drafts.fill_(7)
     assert torch.equal(theirs.verify_captured, ours.verify_captured)
     assert ours.drafts.tolist() == [[7] * 3] * 3
-
-
-def test_flags_of_each_connection_are_256_bytes_apart_and_nobody_elses() -> None:
-    ring = Ring.local(SHAPE, "cpu")
-    pointers = [pointer for slot in range(FLAG_SLOTS) for pointer in ring.flag_pointers(slot)]
-    assert pointers[0] == ring.buffer.data_ptr()
-    assert all(b - a == ALIGNMENT_BYTES for a, b in pairwise(pointers))
-    ready, done = ring.flag_pointers(5)
-    assert (ready, done) == (ring.flags[5, 0].data_ptr(), ring.flags[5, 1].data_ptr())
-
-
-@pytest.mark.parametrize("slot", [-1, FLAG_SLOTS])
-def test_a_slot_that_does_not_exist_has_no_address(slot: int) -> None:
-    with pytest.raises(InvalidRequest, match="flag_slot"):
-        Ring.local(SHAPE, "cpu").flag_pointers(slot)
 
 
 @given(

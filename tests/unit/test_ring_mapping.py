@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from common.contract import DraftContract, TargetContract
-from common.handoff.ring import FlagPointers, RingShape
+from common.handoff.flags import FlagMemory, FlagPair
+from common.handoff.ring import RingShape
 from common.handoff.ring_offer import RingOffer
 from services.drafter.ring_mapping import MappedRing, RingMapping, RingRefused
 from services.target.core.ring_owner import Offering, RingOwner
@@ -30,7 +31,7 @@ LARGEST = RingShape(8, 4, 3, 32, torch.float32, 64)
 
 
 class FakeMappingDevice:
-    """A MappingDevice over memfds; flags are their addresses."""
+    """A MappingDevice over memfds; flags are the pair of words."""
 
     gpu_uuid = GPU_UUID
 
@@ -41,8 +42,10 @@ class FakeMappingDevice:
         self.num_imports += 1
         return map_memfd(descriptor, num_bytes)
 
-    def flags(self, pointers: FlagPointers) -> FlagPointers:
-        return pointers
+    def register(self, flags: FlagMemory) -> None: ...
+
+    def flags(self, pair: FlagPair) -> FlagPair:
+        return pair
 
 
 @pytest.fixture
@@ -90,14 +93,36 @@ async def test_both_sides_see_one_ring(offering: Offering, mapping: RingMapping)
     theirs.drafts.copy_(torch.arange(12, dtype=torch.int32).view(4, 3))
     assert torch.equal(theirs.verify_captured, states)
     assert ours.drafts.flatten().tolist() == list(range(12))
-    ours.flags[offering.offer.flag_slot, 0, 0] = 77
-    assert int(theirs.flags[offering.offer.flag_slot, 0, 0]) == 77
 
 
-async def test_the_flags_are_those_of_the_connection(offering: Offering, mapping: RingMapping) -> None:
-    offer = dataclasses.replace(offering.offer, flag_slot=5)
-    mapped = await map_in_thread(mapping, offer)
-    assert mapped.flags == mapped.ring.flag_pointers(5)
+async def test_the_flags_are_those_of_the_connection(
+    owner: RingOwner, on: FakeRingDevice, mapping: RingMapping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours: list[FlagPair] = []
+    monkeypatch.setattr(on, "flags", ours.append)
+    theirs = []
+    for _ in range(3):
+        async with owner.offering(DRAFT) as offering:
+            theirs.append((await map_in_thread(mapping, offering.offer)).flags)
+    for i, pair in enumerate(ours):
+        pair.ready.store(10 + i)
+        theirs[i].done.store(20 + i)
+    assert [pair.ready.load() for pair in theirs] == [10, 11, 12]
+    assert [pair.done.load() for pair in ours] == [20, 21, 22]
+
+
+async def test_a_pair_that_is_used_again_starts_at_0(
+    owner: RingOwner, on: FakeRingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs: list[FlagPair] = []
+    monkeypatch.setattr(on, "flags", pairs.append)
+    for _ in range(64):
+        async with owner.offering(DRAFT):
+            pass
+    pairs[0].done.store(99)
+    async with owner.offering(DRAFT):
+        assert (pairs[64].ready.load(), pairs[64].done.load()) == (0, 0)
+    assert pairs[64] == pairs[0]
 
 
 async def test_a_ring_that_is_mapped_is_not_mapped_again(

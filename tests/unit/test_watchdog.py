@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -17,11 +18,20 @@ class Rig:
     def __init__(self) -> None:
         self.now = 100.0
         self.released: list[int] = []
+        self.waits: list[int] = []
+        self.passed = 0
         self.missed = 0
         self.watchdog = Watchdog(self.released.append, DEADLINE_S, self.on_missed, lambda: self.now)
 
     def on_missed(self) -> None:
         self.missed += 1
+
+    def watch(self, sequence: int, is_due: Callable[[], bool] = lambda: True) -> None:
+        def enqueue() -> Callable[[], bool]:
+            self.waits.append(sequence)
+            return lambda: self.passed >= sequence
+
+        self.watchdog.watch(sequence, is_due, enqueue)
 
     def look_after(self, seconds: float) -> bool:
         self.now += seconds
@@ -33,18 +43,32 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_wait_that_lasts_longer_than_the_deadline_is_let_go_once(rig: Rig) -> None:
-    rig.watchdog.arm(7, lambda: True)
+def test_a_wait_that_lasts_longer_than_the_deadline_is_let_go(rig: Rig) -> None:
+    rig.watch(7)
     assert not rig.look_after(0)
     assert not rig.look_after(0.49)
     assert rig.look_after(0.02)
-    assert not rig.look_after(10)
     assert rig.released == [7] and rig.watchdog.has_tripped
+    rig.passed = 7
+    assert not rig.look_after(10)
+    assert rig.released == [7]
+
+
+def test_a_release_is_made_again_until_the_stream_is_past_the_wait(rig: Rig) -> None:
+    rig.watch(7)
+    rig.watchdog.trip()
+    for _ in range(3):
+        rig.look_after(0)
+    assert rig.released == [7] * 4
+    rig.passed = 7
+    for _ in range(3):
+        rig.look_after(0)
+    assert rig.released == [7] * 4
 
 
 def test_time_does_not_count_before_the_stream_has_come_to_the_wait(rig: Rig) -> None:
     is_due = False
-    rig.watchdog.arm(7, lambda: is_due)
+    rig.watch(7, lambda: is_due)
     for _ in range(9):
         assert not rig.look_after(1)
     is_due = True
@@ -54,7 +78,7 @@ def test_time_does_not_count_before_the_stream_has_come_to_the_wait(rig: Rig) ->
 
 
 def test_a_wait_that_is_over_is_not_let_go(rig: Rig) -> None:
-    rig.watchdog.arm(7, lambda: True)
+    rig.watch(7)
     rig.look_after(0)
     rig.watchdog.disarm(7)
     assert not rig.look_after(10)
@@ -62,7 +86,7 @@ def test_a_wait_that_is_over_is_not_let_go(rig: Rig) -> None:
 
 
 def test_the_end_of_an_earlier_wait_is_not_the_end_of_the_last(rig: Rig) -> None:
-    rig.watchdog.arm(8, lambda: True)
+    rig.watch(8)
     rig.look_after(0)
     rig.watchdog.disarm(7)
     assert rig.look_after(1)
@@ -71,22 +95,22 @@ def test_the_end_of_an_earlier_wait_is_not_the_end_of_the_last(rig: Rig) -> None
 
 def test_each_wait_has_a_deadline_of_its_own(rig: Rig) -> None:
     for sequence in range(1, 20):
-        rig.watchdog.arm(sequence, lambda: True)
+        rig.watch(sequence)
         assert not rig.look_after(0.3)
     assert rig.released == []
 
 
-def test_a_lost_peers_wait_is_let_go_at_once_and_so_is_every_later_one(rig: Rig) -> None:
-    rig.watchdog.arm(3, lambda: False)
+def test_a_lost_peers_wait_is_let_go_at_once_and_nothing_waits_for_it_later(rig: Rig) -> None:
+    rig.watch(3, lambda: False)
     rig.watchdog.trip()
     rig.watchdog.trip()
     assert rig.released == [3]
-    rig.watchdog.arm(4, lambda: False)
-    assert rig.released == [3, 4]
+    rig.watch(4)
+    assert rig.waits == [3]
 
 
 def test_nothing_is_let_go_when_nothing_waits(rig: Rig) -> None:
-    rig.watchdog.arm(3, lambda: True)
+    rig.watch(3)
     rig.watchdog.disarm(3)
     rig.watchdog.trip()
     assert rig.released == []
@@ -102,21 +126,20 @@ def test_its_thread_sees_a_missed_deadline_by_itself_and_says_so_after_the_relea
 
     watchdog = Watchdog(lambda sequence: order.append(f"released {sequence}"), 0.05, on_missed)
     watchdog.start()
-    # First idle, so that arming has to wake it.
+    # First idle, so that a wait has to wake it.
     assert not done.wait(0.1)
-    watchdog.arm(1, lambda: True)
+    watchdog.watch(1, lambda: True, lambda: lambda: False)
     watchdog.disarm(1)
-    watchdog.arm(2, lambda: True)
+    watchdog.watch(2, lambda: True, lambda: lambda: len(order) > 4)
     assert done.wait(5)
-    assert order == ["released 2", "missed"]
-    watchdog.close()
+    watchdog._thread.join(5)
+    assert not watchdog._thread.is_alive()
+    assert order == ["released 2", "missed", "released 2", "released 2", "released 2"]
 
 
-def test_closing_lets_go_and_ends_the_thread() -> None:
-    released: list[int] = []
-    watchdog = Watchdog(released.append, 30.0, lambda: None)
+def test_its_thread_ends_with_the_peer() -> None:
+    watchdog = Watchdog(lambda sequence: None, 30.0, lambda: None)
     watchdog.start()
-    watchdog.arm(5, lambda: True)
-    watchdog.close()
-    assert released == [5]
+    watchdog.trip()
+    watchdog._thread.join(5)
     assert not watchdog._thread.is_alive()

@@ -114,8 +114,8 @@ class DeviceConnection:
         if posted is None or posted.is_awaited:
             return
         posted.is_awaited = True
-        self._flags.await_done(posted.sequence)
-        self._watchdog.arm(posted.sequence, posted.is_ready)
+        sequence = posted.sequence
+        self._watchdog.watch(sequence, posted.is_ready, lambda: self._flags.await_done(sequence))
 
     def post(self, posted: PostedStep) -> None:
         """See PipelinedDrafter.post."""
@@ -140,7 +140,7 @@ class DeviceConnection:
 
     def close(self) -> None:
         """Let the device go on, whatever it waits for; nothing is used afterwards."""
-        self._watchdog.close()
+        self._watchdog.trip()
 
     # --- parts ---------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,8 @@ from common.contract import DraftContract, TargetContract
 from common.handoff.cuda_driver import DriverError, gpu_uuid
 from common.handoff.descriptor_socket import giving_descriptors
 from common.handoff.device_memory import DeviceMemory
-from common.handoff.flags import SideStream
-from common.handoff.ring import FLAG_SLOTS, FlagPointers, Ring, RingShape
+from common.handoff.flags import FLAG_SLOTS, FlagMemory, FlagPair
+from common.handoff.ring import Ring, RingShape
 from common.handoff.ring_offer import RingOffer
 from common.log import get_log
 from common.wire import dtype_from_name
@@ -72,10 +73,13 @@ class RingDevice(Protocol):
     def gpu_uuid(self) -> bytes: ...
 
     def allocate(self, num_bytes: int) -> ExportableMemory:
-        """Raises RingUnavailable."""
+        """Zeroed memory. Raises RingUnavailable."""
 
-    def fresh_flags(self, pointers: FlagPointers) -> RingFlags:
-        """A connection's flags, both words 0. Raises RingUnavailable."""
+    def register(self, flags: FlagMemory) -> None:
+        """Let the device use the flags. Raises RingUnavailable."""
+
+    def flags(self, pair: FlagPair) -> RingFlags:
+        """A connection's flags, as the device's current stream uses them."""
 
 
 class CudaRingDevice:
@@ -83,7 +87,6 @@ class CudaRingDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._side: SideStream | None = None
 
     @property
     def gpu_uuid(self) -> bytes:
@@ -92,28 +95,33 @@ class CudaRingDevice:
     def allocate(self, num_bytes: int) -> ExportableMemory:
         """See RingDevice.allocate."""
         try:
-            self._side = self._side or SideStream(self.device)
             return DeviceMemory(num_bytes, self.device)
         except DriverError as error:
             log.warning("ring_unavailable", num_bytes=num_bytes, problem=str(error))
             raise RingUnavailable("no_memory" if "OUT_OF_MEMORY" in str(error) else "unsupported") from error
 
-    def fresh_flags(self, pointers: FlagPointers) -> RingFlags:
-        """See RingDevice.fresh_flags."""
-        assert self._side is not None, "a ring was allocated before its flags are used"
-        # The last connection that had this pair may still be mapped by a drafter that was given up; 64
-        # connections later it has nothing left to write.
-        self._side.write(pointers.ready, 0)
-        self._side.write(pointers.done, 0)
-        self._side.synchronize()
-        return StreamFlags(pointers, self.device, self._side)
+    def register(self, flags: FlagMemory) -> None:
+        """See RingDevice.register."""
+        try:
+            flags.register()
+        except DriverError as error:
+            log.warning("flags_unavailable", problem=str(error))
+            raise RingUnavailable("unsupported") from error
+
+    def flags(self, pair: FlagPair) -> RingFlags:
+        """See RingDevice.flags."""
+        return StreamFlags(pair, self.device)
 
 
 @dataclass(frozen=True)
 class _Owned:
+    """A ring, its flags, and the descriptor of those."""
+
     memory: ExportableMemory
     ring: Ring
     ring_id: bytes
+    flags: FlagMemory
+    flags_descriptor: int
 
 
 class RingOwner:
@@ -159,12 +167,16 @@ class RingOwner:
         owned = self._own(self._shape(draft))
         slot = self._num_connections % FLAG_SLOTS
         self._num_connections += 1
-        flags = self._on.fresh_flags(owned.ring.flag_pointers(slot))
+        pair = owned.flags.pair(slot)
+        # The last connection that had this pair may have left any value there.
+        pair.ready.store(0)
+        pair.done.store(0)
         descriptor = owned.memory.export()
         try:
             async with contextlib.AsyncExitStack() as stack:
                 try:
-                    giving = giving_descriptors([descriptor], self._socket_parent)
+                    descriptors = [descriptor, owned.flags_descriptor]
+                    giving = giving_descriptors(descriptors, self._socket_parent)
                     path, token = await stack.enter_async_context(giving)
                 except OSError as error:
                     log.warning("ring_socket_unavailable", problem=type(error).__name__)
@@ -178,7 +190,7 @@ class RingOwner:
                     shape=owned.ring.shape,
                     flag_slot=slot,
                 )
-                yield Offering(offer, OfferedRing(owned.ring, flags))
+                yield Offering(offer, OfferedRing(owned.ring, self._on.flags(pair)))
         finally:
             os.close(descriptor)
 
@@ -187,7 +199,11 @@ class RingOwner:
         with self._lock:
             if self._owned is None or self._owned.ring.shape != shape:
                 memory = self._on.allocate(shape.num_bytes)
-                self._owned = _Owned(memory, Ring.over(shape, memory.tensor), self._random_bytes(16))
+                flags, descriptor = FlagMemory.create()
+                self._on.register(flags)
+                weakref.finalize(flags, os.close, descriptor)
+                ring = Ring.over(shape, memory.tensor)
+                self._owned = _Owned(memory, ring, self._random_bytes(16), flags, descriptor)
                 self._local = None
                 log.info("ring_allocated", num_bytes=memory.num_bytes, num_rows=shape.num_rows)
             return self._owned
