@@ -31,6 +31,7 @@ from services.target.core.control_buffer import (
     join_words,
 )
 from services.target.core.device_launch import Launch, Results, Ticket
+from services.target.core.extend_sizes import extend_size_for, extend_sizes
 from services.target.core.launch_clock import LaunchClock
 from services.target.core.request import SamplingParams
 from services.target.core.step_bodies import HandOver, StepMemory, block_body, extend_body
@@ -38,10 +39,6 @@ from services.target.core.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
     from services.target.model.kernel_llama import KernelLlama
-
-# An extend graph takes a prompt for each of so many rows: with few prompts attention has few row tiles, and
-# so splits a long context over the GPU. The largest graph takes all.
-_ROWS_PER_EXTEND = 16
 
 
 def positions_max(max_len: int) -> int:
@@ -85,10 +82,8 @@ class DeviceEngine:
         self._synthetic_accepted = None if synthetic_accept is None else synthetic_accept - 1
         self._on_captured = on_captured
         self._lane_buckets = list(lane_buckets) or buckets_up_to(num_lanes)
-        self._row_buckets = list(extend_buckets) or [
-            rows for rows in buckets_up_to(extend_rows_max) if rows >= min(_ROWS_PER_EXTEND, extend_rows_max)
-        ]
-        assert self._lane_buckets[-1] == num_lanes and self._row_buckets[-1] == extend_rows_max
+        self._extend_sizes = extend_sizes(list(extend_buckets) or buckets_up_to(extend_rows_max), extends_max)
+        assert self._lane_buckets[-1] == num_lanes and self._extend_sizes[-1].num_rows == extend_rows_max
         num_pages_each = -(-positions_max(max_len) // page_size)
         self._num_pages_each = num_pages_each
 
@@ -166,6 +161,8 @@ class DeviceEngine:
         assert graphs is not None, "prepare_drafting comes first"
         assert launch.lanes or launch.extends, "nothing to run"
         rows_each = self._draft.block_size if drafting and self._draft else 1
+        drafts = self._drafts if launch.drafts_inline else None
+        self._check_draft_rows(launch.draft_rows or [], drafts)
         number = self._number
         assert number - LAUNCHES_IN_FLIGHT_MAX not in self._unread, f"results of launch {number} are unread"
         lane_bucket = bucket_for(self._lane_buckets, len(launch.lanes)) if launch.lanes else 0
@@ -174,15 +171,15 @@ class DeviceEngine:
             self._clock.begin(number)
             self._lane_control.upload(
                 number, launch.lanes, launch.draft_rows or (), lane_bucket, list(self._joins.values()),
-                launch.pages, self._drafts if launch.drafts_inline else None,
+                launch.pages, drafts,
             )  # fmt: skip
             if launch.extends:
-                row_bucket = self._extend_bucket(num_rows, len(launch.extends))
-                self._extend_control.upload(number, launch.extends, row_bucket, self._extends_of(row_bucket))
-                graphs.replay(("extend", row_bucket))
+                size = extend_size_for(self._extend_sizes, num_rows, len(launch.extends))
+                self._extend_control.upload(number, launch.extends, *size)
+                graphs.replay(size)
             self._clock.split(number)
             if launch.lanes:
-                graphs.replay(("blocks", lane_bucket))
+                graphs.replay(lane_bucket)
             num_words = 2 * self._extends_max + len(launch.lanes) * (rows_each + RESULT_WORDS)
             self._results.download(number, num_words)
             self._clock.end(number)
@@ -253,33 +250,27 @@ class DeviceEngine:
         free_bytes = self._free_bytes()
         graphs = Graphs(self._model.device, self.stream)
         bodies: list[tuple[Hashable, Callable[[], None]]] = []
-        for num_rows in reversed(self._row_buckets):
-            num_extends = self._extends_of(num_rows)
-            body = partial(
-                extend_body, self._memory, self._extend_buffers, num_rows, num_extends, handover
-            )  # fmt: skip
-            bodies.append((("extend", num_rows), body))
+        for size in reversed(self._extend_sizes):
+            body = partial(extend_body, self._memory, self._extend_buffers, *size, handover)
+            bodies.append((size, body))
         for num_lanes in reversed(self._lane_buckets):
             body = partial(
                 block_body, self._memory, buffers, num_lanes, rows_each, handover, self._synthetic_accepted
             )
-            bodies.append((("blocks", num_lanes), body))
+            bodies.append((num_lanes, body))
         graphs.capture_all(bodies, self._on_captured)
         self._graph_bytes[rows_each] = free_bytes - self._free_bytes()
         return graphs
 
-    def _extends_of(self, row_bucket: int) -> int:
-        """Prompts that the graph of so many rows takes."""
-        if row_bucket == self._extend_rows_max:
-            return self._extends_max
-        return min(self._extends_max, -(-row_bucket // _ROWS_PER_EXTEND))
-
-    def _extend_bucket(self, num_rows: int, num_extends: int) -> int:
-        bucket = bucket_for(self._row_buckets, num_rows)
-        assert num_extends <= self._extends_max, f"{num_extends} prompts of {self._extends_max}"
-        while self._extends_of(bucket) < num_extends:
-            bucket = bucket_for(self._row_buckets, bucket + 1)
-        return bucket
+    def _check_draft_rows(self, rows: list[int], drafts: Words | None) -> None:
+        """Each names a draft that is there; the device would read whatever lies beyond."""
+        last = max(rows, default=-1)
+        if last < 0:
+            return
+        assert self._handover is not None
+        shape = self._handover.ring.shape
+        given = (shape.num_rows, shape.num_draft_tokens) if drafts is None else drafts.shape
+        assert last < given[0] and given[1:] == (shape.num_draft_tokens,), f"draft row {last} of {given}"
 
     def _wait_for_device(self) -> None:
         if self.stream is not None:

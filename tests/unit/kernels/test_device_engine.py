@@ -229,6 +229,18 @@ def test_launches_beyond_the_pinned_buffers_are_a_bug_of_the_caller(weights: Lla
     engine.results_to_host(engine.launch(step))
 
 
+def test_a_draft_row_beyond_the_drafts_is_a_bug_of_the_caller(weights: LlamaWeights) -> None:
+    engine = engine_over(PagedLlama(weights, PAGE_SIZE))
+    engine.prepare_drafting(contract(), a_ring(32))
+    engine.set_drafts([[1] * (BLOCK - 1)])
+    for row, drafts_inline in ((1, True), (NUM_LANES, False)):
+        with pytest.raises(AssertionError, match="draft row"):
+            engine.launch(Launch(lanes=[0], draft_rows=[row], drafts_inline=drafts_inline))
+    engine.set_drafts([[1] * BLOCK])
+    with pytest.raises(AssertionError, match="draft row"):
+        engine.launch(Launch(lanes=[0], draft_rows=[0], drafts_inline=True))
+
+
 def test_drafting_is_prepared_once_for_a_contract_and_ring(weights: LlamaWeights) -> None:
     heard: list[tuple[int, int]] = []
     engine = DeviceEngine(
