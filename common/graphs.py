@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
-# Name of a region and its bytes, largest interest first.
+# Name of a region and its bytes.
 MemoryReport = list[tuple[str, int]]
 
 
