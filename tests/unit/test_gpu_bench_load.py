@@ -22,6 +22,7 @@ from tools.gpu_bench.step_log import (
     median_phases_ms,
     median_step_ms,
     steady_steps,
+    window_tok_s,
 )
 
 
@@ -92,6 +93,16 @@ def test_only_steps_in_which_all_decode_and_nobody_extends_count() -> None:
     assert [s.seconds for s in steady] == [1.0, 1.0, 2.0]
     assert decode_tok_s(steady) == pytest.approx(15 / 4)
     assert median_step_ms(steady) == 1000
+
+
+def test_a_rate_counts_from_the_last_first_token_to_the_first_last_one() -> None:
+    steps = _steps(
+        (0.0, 1, True, 1), (1.0, 2, True, 3), (2.0, 2, False, 4), (4.0, 2, False, 5), (5.0, 1, False, 9)
+    )
+    # A commits its first token in the first step and its last in the fourth, B a step later each. Commits
+    # are stamped a little before their step is logged.
+    assert window_tok_s(steps, [-0.1, 0.9], [3.9, 4.9]) == pytest.approx(9 / 3)
+    assert window_tok_s(steps, [-0.1, 4.9], [3.9, 4.9]) == 0
 
 
 def test_the_first_step_of_a_round_has_no_length() -> None:

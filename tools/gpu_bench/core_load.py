@@ -55,7 +55,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answered:
-    """What became of an ask. Times are of time.monotonic."""
+    """What became of an ask. Times are of time.monotonic, as are those of a StepLog."""
 
     token_ids: list[int]
     first_token_at_s: float

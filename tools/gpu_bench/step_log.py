@@ -31,7 +31,7 @@ class LoggedStep(NamedTuple):
 class StepLog:
     """An Observer that keeps all reports of a round."""
 
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = time.monotonic
     steps: list[LoggedStep] = field(default_factory=list)
     _device_s: tuple[float, float] = (0.0, 0.0)
 
@@ -77,6 +77,19 @@ def steady_steps(steps: list[LoggedStep], concurrency: int) -> list[SteadyStep]:
 def decode_tok_s(steady: list[SteadyStep]) -> float:
     """Tokens committed in steady steps over the time they took."""
     return sum(s.report.num_generated_tokens for s in steady) / sum(s.seconds for s in steady)
+
+
+def window_tok_s(steps: list[LoggedStep], first_tokens_s: list[float], last_tokens_s: list[float]) -> float:
+    """Tokens a second while all requests of a run decode: from the step in which the last one got its first
+    token to that in which the first one got its last. The core's counterpart of closed_loop.common_window;
+    0 when the requests hardly met."""
+    reached = [step.at_s >= max(first_tokens_s) for step in steps]
+    ended = [step.at_s >= min(last_tokens_s) for step in steps]
+    start, stop = reached.index(True), ended.index(True)
+    if start >= stop:
+        return 0.0
+    num_tokens = sum(step.report.num_generated_tokens for step in steps[start + 1 : stop + 1])
+    return num_tokens / (steps[stop].at_s - steps[start].at_s)
 
 
 def median_step_ms(steady: list[SteadyStep]) -> float:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from common.errors import TandemError
 from tools.closed_loop import at_once
 from tools.gpu_bench.core_load import BenchFailed, random_prompt
 from tools.target_client import GenerateOptions, ReceivedDelta, TargetClient
@@ -43,22 +44,26 @@ class StreamLoad:
 
 
 class StreamReaders:
-    """Reader processes, started and connected; leaving the block ends them."""
+    """Reader processes, started and connected in the block; leaving it ends them."""
 
     def __init__(self, address: str, num_streams: int, load: StreamLoad) -> None:
+        self._address, self._num_streams, self._load = address, num_streams, load
         self._ending = ExitStack()
         self._children: list[subprocess.Popen[str]] = []
-        for first in range(0, num_streams, STREAMS_A_PROCESS):
-            count = min(STREAMS_A_PROCESS, num_streams - first)
-            self._children.append(self._ending.enter_context(_start(address, first, count, load)))
-            # Ended before it is waited for.
-            self._ending.callback(self._children[-1].kill)
 
     def __enter__(self) -> StreamReaders:
-        for child in self._children:
-            assert child.stdout is not None
-            if child.stdout.readline() != "ready\n":
-                raise BenchFailed("a reader of streams did not start")
+        with ExitStack() as ending:
+            for first in range(0, self._num_streams, STREAMS_A_PROCESS):
+                count = min(STREAMS_A_PROCESS, self._num_streams - first)
+                child = ending.enter_context(_start(self._address, first, count, self._load))
+                # Ended before it is waited for.
+                ending.callback(child.kill)
+                self._children.append(child)
+            for child in self._children:
+                assert child.stdout is not None
+                if child.stdout.readline() != "ready\n":
+                    raise BenchFailed("a reader of streams did not start")
+            self._ending = ending.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -105,8 +110,8 @@ def _start(address: str, first: int, count: int, load: StreamLoad) -> subprocess
     )
 
 
-def main(argv: Sequence[str]) -> None:
-    """The child."""
+def main(argv: Sequence[str]) -> int:
+    """The child; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_bench.stream_readers")
     parser.add_argument("--address", required=True)
     for name in ("first", "streams", "seed", "prompt-tokens", "max-new-tokens", "vocab-size"):
@@ -115,13 +120,18 @@ def main(argv: Sequence[str]) -> None:
     load = StreamLoad(given.seed, given.prompt_tokens, given.max_new_tokens, given.vocab_size)
     options = GenerateOptions(max_new_tokens=load.max_new_tokens, seed=0, ignore_eos=True)
     prompts = [load.prompt(given.first + i) for i in range(given.streams)]
-    with TargetClient(given.address) as client:
-        client.server_facts()
-        print("ready", flush=True)
-        sys.stdin.readline()
-        answers = at_once([partial(client.generate, prompt, options) for prompt in prompts])
+    try:
+        with TargetClient(given.address) as client:
+            client.server_facts()
+            print("ready", flush=True)
+            sys.stdin.readline()
+            answers = at_once([partial(client.generate, prompt, options) for prompt in prompts])
+    except TandemError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     json.dump([[(d.at_s, len(d.token_ids)) for d in answer.deltas] for answer in answers], sys.stdout)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

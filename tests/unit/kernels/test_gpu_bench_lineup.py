@@ -97,6 +97,7 @@ def test_drafts_that_are_mostly_right_change_no_token_alone_or_in_company() -> N
     assert len(lengths) == 2 and all(length is not None and length > 1.2 for length in lengths)
 
 
+@pytest.mark.slow
 def test_a_soak_with_drafts_in_the_process_ends_with_everything_free() -> None:
     given = plan(job=Job.SOAK, modes=(Mode.INPROCESS,), amount=20)
     with lineup(given) as built:
