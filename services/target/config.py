@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from common import limits
-from common.address import Address, parse_address
+from common.address import Address, UnixAddress, parse_address
 from common.config import PeerText, ServiceSettings
 from common.errors import ConfigError
 
@@ -37,7 +39,23 @@ class TargetSettings(ServiceSettings):
         0.5, gt=0, le=60, allow_inf_nan=False,
         description="seconds that a step waits for its drafts before it goes on without",
     )  # fmt: skip
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="element type of weights and KV")
+    handoff: Literal["auto", "inline", "device"] = Field(
+        "auto",
+        description="how steps travel to the drafter: in GPU memory that both share (device), by messages "
+        "(inline), or on a GPU the first if it can be had (auto)",
+    )
+    handoff_dir: str | None = Field(
+        None, min_length=1,
+        description="directory for the socket that passes GPU memory to the drafter, which must see it, too; "
+        "default: that of the drafter's socket, else the one for temporary files",
+    )  # fmt: skip
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="element type of weights and KV; default: float32 on a cpu, else bfloat16"
+    )
+    row_independent: CliImplicitFlag[bool] = Field(
+        False,
+        description="on a GPU: let no token depend on the size of its batch, at some speed for large batches",
+    )
     max_len: int | None = Field(
         None, ge=2, le=limits.CONTEXT_LEN_MAX,
         description="longest prompt plus output, in tokens; default: the model's or --kv-tokens",
@@ -76,6 +94,32 @@ class TargetSettings(ServiceSettings):
                 "fronts", "must be at most 1 on a unix socket, which fronts cannot share", given=self.fronts
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_device(self) -> TargetSettings:
+        if self.device == "cpu":
+            if self.handoff == "device":
+                raise ConfigError("handoff", "must be auto or inline with --device cpu", given=self.handoff)
+            if self.row_independent:
+                raise ConfigError("row_independent", "must be off with --device cpu", given=True)
+        elif self.dtype == "float32":
+            raise ConfigError("dtype", "must be bfloat16 with --device cuda", given=self.dtype)
+        if self.handoff == "device" and self.drafter is None:
+            raise ConfigError("handoff", "must be auto or inline without --drafter", given=self.handoff)
+        return self
+
+    @property
+    def dtype_name(self) -> str:
+        """`dtype`, resolved."""
+        return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+
+    @property
+    def handoff_parent(self) -> Path:
+        """`handoff_dir`, resolved."""
+        if self.handoff_dir is not None:
+            return Path(self.handoff_dir)
+        address = self.drafter_address
+        return Path(address.path).parent if isinstance(address, UnixAddress) else Path(tempfile.gettempdir())
 
     @property
     def num_fronts(self) -> int:

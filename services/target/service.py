@@ -16,25 +16,20 @@ from common.errors import ConfigError
 from common.lifecycle import Lifecycle, watch_event_loop
 from common.log import get_log
 from common.metrics import CommonMetrics, Metrics, MetricsPage, serve_metrics
-from common.model_dir import resolve_model_dir
 from common.paged_kv import PagePool
 from common.rpc import HEALTH_METHODS, method_names, open_channel
-from common.threads import confine_tensor_work, spread_tensor_work
-from common.wire import dtype_from_name
+from common.threads import confine_tensor_work
+from services.target import cpu_parts
 from services.target.config import TargetSettings
 from services.target.core.core import Core
-from services.target.core.draft_source import DraftSource, NoDrafts
-from services.target.core.engine import Engine
-from services.target.core.remote_drafter import RemoteDrafter
-from services.target.core.scheduler import Scheduler
-from services.target.core.step import StepLoop
+from services.target.core_parts import CoreParts, LoadedModel, RemoteParty
 from services.target.edge import Edge, InProcessFront
 from services.target.front.facts import DrafterFacts, DrafterState, ServedModel
 from services.target.front.process import FLUSH_S
 from services.target.front.servicer import SERVICE, TargetServicer
 from services.target.fronts import FrontPlan, Fronts
 from services.target.metrics import PREFIX, TargetMetrics
-from services.target.model.llama import Llama
+from services.target.model.llama import Llama, LlamaWeights
 
 log = get_log("target")
 
@@ -69,13 +64,18 @@ class TargetService:
             self._page.close()
 
 
-def load_model(settings: TargetSettings) -> Llama:
+def load_model(settings: TargetSettings) -> LoadedModel:
     """The model, read and checked. Raises ConfigError or CheckpointError."""
     confine_tensor_work()
-    return Llama.load(resolve_model_dir(settings.model), dtype_from_name(settings.dtype))
+    if settings.device == "cpu":
+        return cpu_parts.load(settings)
+    # Imported where there is a GPU: it needs Triton.
+    from services.target import cuda_parts
+
+    return cuda_parts.load(settings)
 
 
-async def serve(settings: TargetSettings, model: Llama) -> int:
+async def serve(settings: TargetSettings, model: LoadedModel) -> int:
     """Serve until a signal or a failure; the exit status. Raises ConfigError when it cannot start."""
     instance_id = uuid.uuid4().hex
     pool = _open_pool(settings)
@@ -84,18 +84,14 @@ async def serve(settings: TargetSettings, model: Llama) -> int:
     observer = TargetMetrics(metrics)
     calls = CommonMetrics(metrics, [*method_names(SERVICE), *HEALTH_METHODS], _CALLED)
 
-    drafter = _open_drafter(settings, model, instance_id, observer, calls)
-    draft_source: DraftSource = drafter or NoDrafts()
-    scheduler = Scheduler(
-        pool, num_running_max=settings.num_running_max, extend_rows_max=settings.extend_rows_max
-    )
-    edge = _open_edge(settings, served, instance_id, lambda: _facts_of(drafter), observer, calls)
+    parts = _compose(settings, model, pool, served.max_len, instance_id, observer, calls)
+    edge = _open_edge(settings, served, instance_id, lambda: _facts_of(parts.remote), observer, calls)
     core = Core(
-        scheduler,
-        StepLoop(scheduler, Engine(model, pool, settings.device), draft_source, observer),
-        draft_source,
+        parts.roster,
+        parts.loop,
+        parts.drafter,
         num_known_max=settings.num_running_max + settings.num_waiting_max,
-        prepare=functools.partial(spread_tensor_work, settings.threads),
+        prepare=parts.prepare,
         on_failure=lambda: life.fail("core"),
         announce=edge.announce,
     )
@@ -117,7 +113,7 @@ def _open_pool(settings: TargetSettings) -> PagePool:
     return PagePool(num_pages, settings.page_size)
 
 
-def _served_model(settings: TargetSettings, model: Llama, pool: PagePool) -> ServedModel:
+def _served_model(settings: TargetSettings, model: LoadedModel, pool: PagePool) -> ServedModel:
     """The longest request must fit the KV pool when it runs alone, or it would wait for ever."""
     limit = min(model.config.max_len, pool.num_pages * pool.page_size)
     if settings.max_len is not None and settings.max_len > limit:
@@ -130,8 +126,26 @@ def _served_model(settings: TargetSettings, model: Llama, pool: PagePool) -> Ser
         vocab_size=model.config.vocab_size,
         max_len=settings.max_len or limit,
         eos_token_ids=model.config.eos_token_ids,
-        dtype=settings.dtype,
+        dtype=settings.dtype_name,
     )
+
+
+def _compose(
+    settings: TargetSettings, model: LoadedModel, pool: PagePool, max_len: int, instance_id: str,
+    observer: TargetMetrics, calls: CommonMetrics,
+) -> CoreParts:  # fmt: skip
+    opener = functools.partial(open_channel, observe_call=calls.observe_client_call)
+    if isinstance(model, Llama):
+        return cpu_parts.compose(
+            settings, model, pool, instance_id=instance_id, observer=observer, open_channel=opener
+        )
+    from services.target import cuda_parts
+
+    assert isinstance(model, LlamaWeights)
+    return cuda_parts.compose(
+        settings, model, pool, max_len=max_len, instance_id=instance_id, observer=observer,
+        open_channel=opener,
+    )  # fmt: skip
 
 
 def _open_edge(
@@ -159,27 +173,7 @@ def _open_edge(
     return InProcessFront(settings.listen_address, make_servicer, calls)
 
 
-def _open_drafter(
-    settings: TargetSettings,
-    model: Llama,
-    instance_id: str,
-    observer: TargetMetrics,
-    calls: CommonMetrics,
-) -> RemoteDrafter | None:
-    address = settings.drafter_address
-    if address is None:
-        return None
-    return RemoteDrafter.connect(
-        address,
-        model.contract,
-        instance_id,
-        settings.draft_deadline_s,
-        observer,
-        functools.partial(open_channel, observe_call=calls.observe_client_call),
-    )
-
-
-def _facts_of(drafter: RemoteDrafter | None) -> DrafterFacts:
+def _facts_of(drafter: RemoteParty | None) -> DrafterFacts:
     if drafter is None:
         return DrafterFacts()
     return DrafterFacts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,11 @@ def test_settings_are_frozen() -> None:
         (["--device", "gpu"], "device", "cpu, cuda or cuda:N", "gpu"),
         (["--device", "cuda:-1"], "device", "cpu, cuda or cuda:N", "cuda:-1"),
         (["--dtype", "int8"], "dtype", "'float32' or 'bfloat16'", "int8"),
+        (["--dtype", "float32", "--device", "cuda"], "dtype", "bfloat16 with --device cuda", "float32"),
+        (["--handoff", "shared"], "handoff", "'auto', 'inline' or 'device'", "shared"),
+        (["--handoff", "device", "--drafter", "unix:/d"], "handoff", "inline with --device cpu", "device"),
+        (["--handoff", "device", "--device", "cuda"], "handoff", "inline without --drafter", "device"),
+        (["--row-independent"], "row_independent", "off with --device cpu", "True"),
         (["--draft-deadline-s", "0"], "draft_deadline_s", "greater than 0", "0"),
         (["--num-running-max", "257"], "num_running_max", "256", "257"),
         (["--num-waiting-max", "100000"], "num_waiting_max", "512", "100000"),
@@ -140,3 +146,29 @@ def test_help_describes_every_setting_and_shows_an_example(capsys: pytest.Captur
         assert f"--{name.replace('_', '-')}" in text
         assert field.description, f"{name} has no description"
     assert TargetSettings.EXAMPLE in text
+
+
+def test_fronts_are_processes_of_their_own_where_the_device_is_no_cpu() -> None:
+    assert load().num_fronts == 0
+    assert load("--device", "cuda:1").num_fronts == 1
+    assert load("--device", "cuda", "--fronts", "0").num_fronts == 0
+    assert load("--listen", "127.0.0.1:0", "--fronts", "3").num_fronts == 3
+    assert load("--fronts", "1").num_fronts == 1
+
+
+def test_a_unix_socket_is_not_shared_by_fronts() -> None:
+    with pytest.raises(ConfigError, match="^fronts: must be at most 1 on a unix socket, .* got 2$"):
+        load("--fronts", "2")
+
+
+def test_the_element_type_follows_the_device_unless_it_is_given() -> None:
+    assert load().dtype_name == "float32"
+    assert load("--dtype", "bfloat16").dtype_name == "bfloat16"
+    assert load("--device", "cuda").dtype_name == "bfloat16"
+
+
+def test_the_hand_offs_socket_lies_beside_the_drafters_unless_a_directory_is_given() -> None:
+    assert load("--drafter", "unix:/run/tandem/d.sock").handoff_parent == Path("/run/tandem")
+    assert load("--drafter", "localhost:50052").handoff_parent == Path(tempfile.gettempdir())
+    given = load("--drafter", "unix:/run/tandem/d.sock", "--handoff-dir", "/run/ring")
+    assert given.handoff_parent == Path("/run/ring")
