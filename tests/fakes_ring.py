@@ -38,10 +38,9 @@ class FakeMark:
 
 
 class FakeGpu:
-    """One stream. Its work runs at once, up to a wait that does not hold; while `stands`, not at all."""
+    """One stream. Its work runs at once, up to a wait that does not hold."""
 
     def __init__(self) -> None:
-        self.stands = False
         self._work: deque[tuple[Callable[[], bool], FakeMark]] = deque()
         self._lock = threading.RLock()
 
@@ -62,7 +61,7 @@ class FakeGpu:
 
     def run(self) -> None:
         with self._lock:
-            while self._work and not self.stands and self._work[0][0]():
+            while self._work and self._work[0][0]():
                 self._work.popleft()[1].is_passed = True
 
     @property
@@ -107,7 +106,8 @@ class _Lane:
 
 
 class FakeRingEngine:
-    """Has the interface of DeviceDraftEngine, as far as device_runner needs it."""
+    """Has the interface of DeviceDraftEngine, as far as device_runner needs it. While it hangs, no step comes
+    to its end."""
 
     def __init__(
         self, gpu: FakeGpu, *, num_lanes: int, page_size: int, block_size: int, context_len_max: int
@@ -117,6 +117,7 @@ class FakeRingEngine:
         self.gpu = gpu
         self.ring: Ring | None = None
         self.num_attached = 0
+        self.hangs = False
         self.cells: dict[int, tuple[float, float]] = {}
         self._lanes = [_Lane() for _ in range(num_lanes)]
         self._page_size, self._block_size = page_size, block_size
@@ -136,7 +137,9 @@ class FakeRingEngine:
     def join(self, lane: int, start_position: int) -> None:
         self.gpu.enqueue(lambda: self._lanes.__setitem__(lane, _Lane(start_position, start_position)))
 
-    def launch(self, work: DraftWork) -> Ticket:
+    def launch(
+        self, work: DraftWork, enter: Callable[[], object], leave: Callable[[], object]
+    ) -> Ticket:
         assert self.ring is not None
         shape = self.ring.shape
         lanes = [lane for lane in work.lanes if lane != self.sentinel_lane]
@@ -149,7 +152,12 @@ class FakeRingEngine:
         ticket = Ticket(self._next, len(work.lanes), len(work.appends))
         self._next += 1
         self._results[ticket.number] = None
-        self.gpu.enqueue(lambda: self._results.__setitem__(ticket.number, self._run(work, self.ring)))
+        enter()
+        self.gpu.enqueue(
+            lambda: self._results.__setitem__(ticket.number, self._run(work, self.ring)),
+            holds=lambda: not self.hangs,
+        )
+        leave()
         return ticket
 
     def results_to_host(self, ticket: Ticket) -> DraftResults:
@@ -232,7 +240,7 @@ class FakeMapping:
 
     def __init__(self, gpu: FakeGpu, shape: RingShape) -> None:
         self._gpu = gpu
-        self.ring: Ring | None = Ring.local(shape, "cpu")
+        self.ring = Ring.local(shape, "cpu")
         self.flags: list[FakeFlags] = []
         self.is_mapped = False
 
@@ -240,7 +248,6 @@ class FakeMapping:
         assert self._gpu.is_idle, "mapping waits for all of the device's work"
         self.is_mapped = True
         self.flags.append(FakeFlags(self._gpu))
-        assert self.ring is not None
         return MappedRing(self.ring, self.flags[-1])
 
     def unmap(self) -> None:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 _EXTEND_ROWS_MIN = 32
 
 
+def _nothing() -> None:
+    """Nothing has to stand there."""
+
+
 class DeviceDraftEngine:
     """Owns the KV cache, the lanes and the graphs. Called from one thread.
 
@@ -145,15 +149,23 @@ class DeviceDraftEngine:
             self._lanes.page_table[lane].zero_()
 
     @torch.inference_mode()
-    def launch(self, work: DraftWork) -> Ticket:
+    def launch(
+        self, work: DraftWork, enter: Callable[[], object] = _nothing, leave: Callable[[], object] = _nothing
+    ) -> Ticket:
         """Enqueue a step. Never waits; the results of all but LAUNCHES_IN_FLIGHT_MAX - 1 launches before must
-        have been read. The ring's drafts are the mask id in rows that get none."""
+        have been read. The ring's drafts are the mask id in rows that get none.
+
+        enter and leave enqueue what has to stand before the ring is read, and after its drafts are written:
+        the copies from and to the host lie outside, so that the other process waits for neither.
+        """
         named = [lane for lane in work.lanes if lane != self.sentinel_lane]
         assert len(set(named)) == len(named), "a lane has two ring rows"
         with self._on_stream():
             ticket = self._control.upload(work)
             if work.pages:
                 self._graphs.replay("pages")
+            enter()
+            self._control.mark_begun(ticket)
             if work.appends:
                 num_rows = max(append.row_start + append.num_rows for append in work.appends)
                 self._replay_over_ring("extend", bucket_for(self._extend_buckets, num_rows))
@@ -165,6 +177,7 @@ class DeviceDraftEngine:
                 if work.blocks:
                     self._graphs.replay(("draft", bucket))
                 self._replay_over_ring("publish", bucket)
+            leave()
             self._control.download(ticket)
         return ticket
 

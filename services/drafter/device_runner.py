@@ -7,7 +7,7 @@ Steps are launched one behind the other and finished in the same order. Must not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,7 +36,9 @@ class DeviceEngine(Protocol):
 
     def join(self, lane: int, start_position: int) -> None: ...
 
-    def launch(self, work: DraftWork) -> Ticket: ...
+    def launch(
+        self, work: DraftWork, enter: Callable[[], object], leave: Callable[[], object]
+    ) -> Ticket: ...
 
     def results_to_host(self, ticket: Ticket) -> DraftResults: ...
 
@@ -125,9 +127,21 @@ class DeviceRunner:
             raise Unavailable("the connection is lost")
         link.last_sequence = step.sequence
         plan = self._plan(link.target_instance_id, step)
-        began = link.flags.await_ready(step.sequence)
-        ticket = self._engine.launch(plan.work) if plan.claims else None
-        done = link.flags.write_done(step.sequence)
+        marks: list[Mark] = []
+
+        def enter() -> None:
+            marks.append(link.flags.await_ready(step.sequence))
+
+        def leave() -> None:
+            marks.append(link.flags.write_done(step.sequence))
+
+        ticket = None
+        if plan.claims:
+            ticket = self._engine.launch(plan.work, enter, leave)
+        else:
+            enter()
+            leave()
+        began, done = marks
         launched = Launched(plan, ticket, began, done)
         link.in_flight.append(launched)
         return launched

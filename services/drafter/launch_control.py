@@ -69,7 +69,7 @@ class LaunchControl:
         self.row_lanes.fill_(self._sentinel)
 
     def upload(self, work: DraftWork) -> Ticket:
-        """Write a launch and enqueue its copy to the device. The times begin here."""
+        """Write a launch and enqueue its copy to the device."""
         ticket = Ticket(self._number, len(work.lanes), len(work.appends))
         self._number += 1
         copy = self._copy_of(ticket)
@@ -90,9 +90,12 @@ class LaunchControl:
         stop = self._first_entry + len(work.pages) * _ENTRY_WORDS
         if work.pages:
             words[self._first_entry : stop].reshape(-1, _ENTRY_WORDS)[:] = work.pages
-        copy.mark(_BEGUN)
         self._device[:stop].copy_(copy.control[:stop], non_blocking=True)
         return ticket
+
+    def mark_begun(self, ticket: Ticket) -> None:
+        """The times begin here."""
+        self._copy_of(ticket).mark(_BEGUN)
 
     def mark_ingested(self, ticket: Ticket) -> None:
         """What is enqueued from here on drafts."""
