@@ -1,15 +1,16 @@
 """Lets a GPU stream go on that waits for a peer which is late or gone.
 
-A thread with one armed deadline: when the peer does not hand over in time, or is known to be lost, it calls
-the release function, and again until the stream is past its wait: a peer that was only late may still write
-its own, lower value over the release. Knows no CUDA; time, and how far the stream has come, are asked of
-functions that it is given.
+A thread with the waits that are on the stream, of which the stream can only be at the oldest: when the peer
+does not end that in time, or is known to be lost, the thread calls the release function, and again until the
+stream is past all of them: a peer that was only late may still write its own, lower value over the release.
+Knows no CUDA; time, and how far the stream has come, are asked of functions that it is given.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ RELEASE_PAUSE_S = 0.002
 
 
 @dataclass
-class _Armed:
-    """The last wait that is on the stream. The deadline starts when the peer's turn has come."""
+class _Wait:
+    """A wait that is on the stream. The deadline starts when the peer's turn has come."""
 
     sequence: int
     is_due: Callable[[], bool]
@@ -30,7 +31,7 @@ class _Armed:
 
 
 class Watchdog:
-    """Watches the waits of one connection. A release of the last one is a release of all before it.
+    """Watches the waits of one connection. A release of the last is a release of all before it.
 
     Once it has let the stream go, the peer is given up and nothing waits for it any more.
     """
@@ -49,9 +50,9 @@ class Watchdog:
         self._on_missed = on_missed
         self._clock = clock
         self._changed = threading.Condition()
-        self._armed: _Armed | None = None
+        self._waits: deque[_Wait] = deque()
         self._has_tripped = False
-        # Whether the thread waits without a time, for want of anything armed.
+        # Whether the thread sleeps without a time, for want of anything to watch.
         self._sleeps = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -76,7 +77,7 @@ class Watchdog:
         with self._changed:
             if self._has_tripped:
                 return
-            self._armed = _Armed(sequence, is_due, enqueue_wait())
+            self._waits.append(_Wait(sequence, is_due, enqueue_wait()))
             # Otherwise the thread looks by itself soon enough: waking it each step would cost the step.
             if self._sleeps:
                 self._changed.notify()
@@ -84,8 +85,8 @@ class Watchdog:
     def disarm(self, sequence: int) -> None:
         """The wait for `sequence`, and all before it, are over."""
         with self._changed:
-            if self._armed is not None and self._armed.sequence <= sequence:
-                self._armed = None
+            while self._waits and self._waits[0].sequence <= sequence:
+                self._waits.popleft()
 
     def trip(self) -> None:
         """The peer is lost: let go what waits. From any thread; again changes nothing. Does not wait."""
@@ -95,20 +96,18 @@ class Watchdog:
     def look(self) -> bool:
         """Let go what is overdue; whether it did now. The thread calls this again and again."""
         with self._changed:
-            armed = self._armed
-            if armed is None:
+            while self._waits and self._waits[0].has_passed():
+                self._waits.popleft()
+            if not self._waits:
                 return False
             if self._has_tripped:
-                if armed.has_passed():
-                    self._armed = None
-                else:
-                    self._release(armed.sequence)
+                self._release(self._waits[-1].sequence)
                 return False
-            now = self._clock()
-            if armed.due_since is None:
-                armed.due_since = now if armed.is_due() else None
+            oldest, now = self._waits[0], self._clock()
+            if oldest.due_since is None:
+                oldest.due_since = now if oldest.is_due() else None
                 return False
-            if now - armed.due_since < self._deadline_s:
+            if now - oldest.due_since < self._deadline_s:
                 return False
             self._trip()
         return True
@@ -117,16 +116,16 @@ class Watchdog:
         if self._has_tripped:
             return
         self._has_tripped = True
-        if self._armed is not None:
-            self._release(self._armed.sequence)
+        if self._waits:
+            self._release(self._waits[-1].sequence)
         self._changed.notify()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self._has_tripped and self._armed is None:
+                if self._has_tripped and not self._waits:
                     return
-                self._sleeps = self._armed is None
+                self._sleeps = not self._waits
                 self._changed.wait(self._pause_s)
                 self._sleeps = False
             if self.look():
@@ -136,4 +135,4 @@ class Watchdog:
     def _pause_s(self) -> float | None:
         if self._has_tripped:
             return RELEASE_PAUSE_S
-        return None if self._armed is None else self._deadline_s / LOOKS_PER_DEADLINE
+        return self._deadline_s / LOOKS_PER_DEADLINE if self._waits else None

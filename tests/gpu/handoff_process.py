@@ -1,8 +1,7 @@
 """The other process of the hand-off's GPU tests: does what it reads from stdin, a line at a time.
 
-`python -m tests.gpu.handoff_process drafter PATH TOKEN NUM_BYTES` maps the ring, `… owner` makes one and
-offers it.
-Each line that is done is answered by one line.
+The first line is its role: `drafter PATH TOKEN NUM_BYTES` maps the ring, `owner` makes one and offers it,
+`crowd` waits. Each line that is done is answered by one line.
 """
 
 from __future__ import annotations
@@ -99,10 +98,10 @@ async def own() -> None:
 
 
 if __name__ == "__main__":
-    role, *rest = sys.argv[1:]
+    role, *arguments = sys.stdin.readline().split()
     if role == "owner":
         asyncio.run(own())
     else:
-        verbs = Drafter(*rest) if role == "drafter" else Crowd()
+        verbs = Drafter(*arguments) if role == "drafter" else Crowd()
         say("mapped")
         obey(verbs, say)

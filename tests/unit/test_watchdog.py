@@ -85,18 +85,34 @@ def test_a_wait_that_is_over_is_not_let_go(rig: Rig) -> None:
     assert rig.released == []
 
 
-def test_the_end_of_an_earlier_wait_is_not_the_end_of_the_last(rig: Rig) -> None:
+def test_the_end_of_an_earlier_wait_is_not_the_end_of_a_later_one(rig: Rig) -> None:
+    rig.watch(7)
     rig.watch(8)
-    rig.look_after(0)
     rig.watchdog.disarm(7)
+    assert not rig.look_after(0)
     assert rig.look_after(1)
     assert rig.released == [8]
+
+
+def test_the_oldest_wait_is_timed_and_all_are_let_go(rig: Rig) -> None:
+    """The stream cannot come to the second wait before the first has ended: nobody would time that."""
+    rig.watch(7)
+    rig.watch(8, lambda: rig.passed >= 7)
+    assert not rig.look_after(0)
+    assert rig.look_after(0.51)
+    rig.passed = 7
+    rig.look_after(0)
+    assert rig.released == [8, 8]
+    rig.passed = 8
+    rig.look_after(0)
+    assert rig.released == [8, 8]
 
 
 def test_each_wait_has_a_deadline_of_its_own(rig: Rig) -> None:
     for sequence in range(1, 20):
         rig.watch(sequence)
         assert not rig.look_after(0.3)
+        rig.passed = sequence
     assert rig.released == []
 
 
