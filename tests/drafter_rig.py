@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from common.pb.tandem.v1 import drafter_pb2 as pb
 from common.pb.tandem.v1 import drafter_pb2_grpc
 from common.rpc import open_channel
 from services.drafter.config import DrafterSettings
-from services.drafter.loading import load_drafter
+from services.drafter.loading import LoadedDrafter, load_drafter
 from services.drafter.service import DrafterService
 
 
@@ -150,8 +150,12 @@ def outcomes_of(reply: pb.DraftResponse) -> dict[int, str]:
 
 
 @contextlib.asynccontextmanager
-async def serving_drafter(checkpoints: tuple[Path, Path], **settings: Any) -> AsyncIterator[DrafterRig]:
-    """The service over (target, draft) directories, until the block ends."""
+async def serving_drafter(
+    checkpoints: tuple[Path, Path],
+    equip: Callable[[LoadedDrafter], LoadedDrafter] = lambda loaded: loaded,
+    **settings: Any,
+) -> AsyncIterator[DrafterRig]:
+    """The service over (target, draft) directories, until the block ends. equip may change what is loaded."""
     target_dir, draft_dir = checkpoints
     # Not in pytest's folders: a socket's path is short, theirs are not.
     socket_dir = tempfile.TemporaryDirectory()
@@ -160,7 +164,7 @@ async def serving_drafter(checkpoints: tuple[Path, Path], **settings: Any) -> As
         model=str(draft_dir), target_model=str(target_dir), listen=str(address),
         **({"kv_tokens": 2048, "page_size": 8} | settings),
     )  # fmt: skip
-    loaded = load_drafter(configured)
+    loaded = equip(load_drafter(configured))
     failures: list[str] = []
     service = DrafterService(configured, loaded, failures.append)
     rig = DrafterRig(service, loaded.facts, address)
