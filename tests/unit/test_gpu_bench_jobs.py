@@ -17,7 +17,7 @@ from tools.gpu_bench.floor import Floor, kv_bytes
 from tools.gpu_bench.identity import compare_tokens, identity_asks, identity_table
 from tools.gpu_bench.interruption import Interrupted
 from tools.gpu_bench.plan import GpuPlan, Job, Mode
-from tools.gpu_bench.rows import RowMeter, rows_table
+from tools.gpu_bench.rows import RowMeter, rows_table, warnings_of
 from tools.gpu_bench.soak import MemorySample, Soak, grown
 from tools.gpu_bench.step_log import StepLog
 
@@ -96,10 +96,25 @@ def test_an_accept_length_that_was_set_is_called_synthetic_in_table_and_json() -
     )
     assert result["accept"]["kind"] == "synthetic"
     assert result["rows"][1]["floor_fraction"] == pytest.approx(2.5 / result["rows"][1]["step_ms"])
+    assert warnings_of(rows) == []
     table = rows_table(rows, plan.accept_kind)
     assert "synthetic" in str(table.title)
     assert any("synthetic" in str(column.header) for column in table.columns)
     assert table.row_count == 4
+
+
+def test_steps_without_drafts_and_hidden_waits_make_a_row_doubtful() -> None:
+    contenders = [contender(Mode.PLAIN)[0], contender(Mode.INPROCESS, absent=0.5)[0]]
+
+    def after_each_run() -> None:
+        contenders[0].syncs.append("somewhere.py:1")
+
+    meter = RowMeter(replace(PLAN, concurrency=(2,)), contenders, FLOOR, COUNTING_VOCAB, after_each_run)
+    meter.run(lambda row: None)
+    doubts = warnings_of(meter.rows)
+    assert len(doubts) == 2
+    assert doubts[0].startswith("plain x 2: the host waited unseen")
+    assert doubts[1].startswith("inprocess x 2: ") and doubts[1].endswith("of the decode steps had no draft")
 
 
 def test_an_interrupted_run_keeps_the_rounds_that_were_finished() -> None:

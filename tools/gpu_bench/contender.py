@@ -24,7 +24,7 @@ class Contender:
     on_stream: entered around steps, so that what a drafter enqueues goes where the engine works.
     take_drafting_ms: phases of the drafter in milliseconds, over what it did since the last call. leftovers:
     what the drafter still holds although no request is left, one line each. drafter_pid: its process, where
-    it has one.
+    it has one. syncs: places where the host waited unseen, in all runs so far.
     """
 
     mode: Mode
@@ -35,6 +35,7 @@ class Contender:
     take_drafting_ms: Callable[[], dict[str, float]] = field(default=dict)
     leftovers: Callable[[], list[str]] = field(default=list)
     drafter_pid: int | None = None
+    syncs: list[str] = field(default_factory=list)
     close: Callable[[], None] = field(default=lambda: None)
 
     def run(

@@ -88,6 +88,9 @@ class InprocessDrafter:
     def await_drafts(self) -> None:
         """The stream is the one that drafted."""
 
+    def mark_ready(self) -> None:
+        """What drafts comes later on the same stream."""
+
     def post(self, step: PostedStep) -> None:
         for session_id in step.ended:
             self._end(session_id)

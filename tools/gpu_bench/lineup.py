@@ -30,6 +30,7 @@ from tools.gpu_bench.plan import GpuPlan, Job, Mode
 from tools.gpu_bench.remote import DrafterProcess, LinkEvents, await_link, connect_drafter
 from tools.gpu_bench.sizes import DRAFT_PAGE_SIZE, TARGET_PAGE_SIZE, Sizes
 from tools.gpu_bench.step_log import StepLog
+from tools.gpu_bench.sync_watch import SyncWatch
 from tools.gpu_bench.timed_engine import TimedEngine
 
 # Called with what is captured, how many graphs of it are done, and of how many.
@@ -117,8 +118,16 @@ class Lineup:
         def compose(drafter: PipelinedDrafter) -> Contender:
             loop = PipelinedStepLoop(scheduler, TimedEngine(engine, log), drafter, log)
             self._ending.callback(drafter.close)
-            load = CoreLoad(loop, scheduler, self._stopping)
-            return Contender(mode, loop, load, log, functools.partial(_on_stream, engine.stream))
+            watch = SyncWatch()
+            contender = Contender(
+                mode, loop, CoreLoad(loop, scheduler, self._stopping), log,
+                functools.partial(_on_stream, engine.stream, watch), syncs=watch.found,
+            )  # fmt: skip
+            with contender.on_stream():
+                # An idle step adopts the drafter's contract, if it has one: graphs are captured here.
+                loop.step()
+            watch.found.clear()
+            return contender
 
         if process is not None:
             return self._remote(mode, process, compose)
@@ -136,6 +145,7 @@ class Lineup:
         contender = compose(drafter)
         with contender.on_stream():
             await_link(drafter, contender.loop, process)
+        contender.syncs.clear()
         contender.take_drafting_ms = process.take_drafting_ms
         contender.leftovers = process.leftovers
         contender.drafter_pid = process.service.pid
@@ -208,13 +218,13 @@ _REMOTE = (Mode.INLINE, Mode.DEVICE)
 
 
 @contextlib.contextmanager
-def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def _on_stream(stream: torch.cuda.Stream | None, watch: SyncWatch) -> Iterator[None]:
     """What is enqueued in the block goes to this stream; before and after it the device is idle."""
     if stream is None:
         yield
         return
     torch.cuda.synchronize(stream.device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), watch.watching():
         yield
     torch.cuda.synchronize(stream.device)
 

@@ -37,7 +37,7 @@ class Pair:
         """What the plan asks for. ConfigError or CheckpointError when it cannot be had."""
         if plan.random_shape is not None:
             check_shape(plan.random_shape)
-            weights = LlamaWeights.random(NAMED_SHAPES[plan.random_shape], dtype, device, _TARGET_SEED)
+            weights = random_target(plan.random_shape, dtype, device)
             shared, contract = weights.shared, weights.contract
             draft = random_draft(plan.random_shape, shared, contract) if plan.drafted else None
             return cls(f"{plan.random_shape} (random weights)", weights, draft)
@@ -85,6 +85,11 @@ def check_shape(name: str) -> None:
     known = sorted(NAMED_SHAPES.keys() & NAMED_DRAFT_SHAPES.keys())
     if name not in known:
         raise ConfigError("random", f"must be one of {', '.join(known)}", given=name)
+
+
+def random_target(shape: str, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+    """The target of a named shape."""
+    return LlamaWeights.random(NAMED_SHAPES[shape], dtype, device, _TARGET_SEED)
 
 
 def random_draft(shape: str, shared: SharedWeights, target: TargetContract) -> Draft:

@@ -64,14 +64,17 @@ class LinkEvents:
         self.counts[event] = self.counts.get(event, 0) + 1
 
 
+def private_directory(ending: contextlib.ExitStack) -> Path:
+    """A directory that goes when `ending` closes. Its path is short, since sockets lie in it."""
+    return Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp")))
+
+
 class DrafterProcess:
     """The drafter of one mode. `start` returns at once; `close` ends it and removes what it left."""
 
     def __init__(self, plan: GpuPlan, sizes: Sizes) -> None:
         self._ending = contextlib.ExitStack()
-        # Its path must be short: it holds sockets.
-        kept = tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp")
-        self.directory = directory = Path(self._ending.enter_context(kept))
+        self.directory = directory = private_directory(self._ending)
         (port,) = free_ports(1)
         self._metrics_url = f"http://127.0.0.1:{port}/metrics"
         flags = [

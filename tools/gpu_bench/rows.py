@@ -9,13 +9,14 @@ What the figures of a row mean:
   prompts, ramp-up and ramp-down included: what vLLM's benchmark calls output token throughput.
 - `floor_fraction`: what a step would take that only read each weight once, at the speed of a pure read in
   this run, over step_ms. `floor_fraction_with_kv` adds the K/V that its attention must read.
+- `undrafted_share`: decode steps of a request without a draft, of all; `host_syncs`: operations that made the
+  host wait unseen. Both should be 0.
 - `accept_length`: as measured. Where it was set, and not earned by a draft, the table and the JSON say
   `synthetic`.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -33,12 +34,15 @@ from tools.gpu_bench.step_log import (
     median_phases_ms,
     median_step_ms,
     steady_steps,
+    undrafted_share,
 )
 
 # A median over fewer steps moves by more than the per cent that is asked about.
 _STEPS_A_ROUND = 192
 # What a draft is thought to earn, as long as nobody knows: fixes how many requests a round takes.
 _ACCEPT_LENGTH_GUESS = 3.0
+# A request's first step after its prompt may be without a draft, one in 48 at 8 tokens a step.
+_UNDRAFTED_SHARE_MAX = 0.03
 # Tokens of a request of the round that is thrown away: kernels, caches and clocks settle.
 _WARM_UP_TOKENS = 48
 
@@ -84,6 +88,7 @@ class RowMeter:
         contender, num_tokens = self._contenders[Mode(row.mode)], self._plan.max_new_tokens
         num_requests = row.concurrency * self._waves(contender.mode)
         contender.take_drafting_ms()
+        syncs_before = len(contender.syncs)
         times, steps = contender.run(self._asks(row, turn, num_requests, num_tokens), row.concurrency)
         self._check()
         steady = steady_steps(steps, row.concurrency)
@@ -101,7 +106,9 @@ class RowMeter:
         kv_ms = self._floor.kv_ms(contender.mode, row.concurrency * context_len)
         more = {
             "tok_s_end_to_end": times.end_to_end_tok_s,
-            "num_steady_steps": float(len(steady)),
+            "steady_steps": float(len(steady)),
+            "undrafted_share": 0.0 if contender.mode is Mode.PLAIN else undrafted_share(steps),
+            "host_syncs": float(len(contender.syncs) - syncs_before),
             "floor_ms": weights_ms,
             "kv_floor_ms": kv_ms,
             "floor_fraction_with_kv": (weights_ms + kv_ms) / step_ms,
@@ -113,7 +120,7 @@ class RowMeter:
         """How often each of the requests at once is replaced, to have steps enough."""
         length = self._plan.synthetic_accept_length or _ACCEPT_LENGTH_GUESS
         tokens_a_step = 1.0 if mode is Mode.PLAIN else length
-        return max(1, math.ceil(_STEPS_A_ROUND * tokens_a_step / self._plan.max_new_tokens))
+        return max(1, round(_STEPS_A_ROUND * tokens_a_step / self._plan.max_new_tokens))
 
     def _asks(self, row: Row, turn: int, count: int, num_tokens: int) -> list[Ask]:
         """The same prompts in every mode; others in each round."""
@@ -155,3 +162,17 @@ def rows_table(rows: Sequence[Row], accept_kind: str) -> Table:
             f"{result['step_ms'] / one['step_ms'] - 1:+.1%}" if one and split else "",
         )
     return table
+
+
+def warnings_of(rows: Sequence[Row]) -> list[str]:
+    """What makes a row's figures doubtful, one line each."""
+    doubts = []
+    for row in rows:
+        if not row.measured:
+            continue
+        result, name = row.as_json(None), f"{row.mode} x {row.concurrency}"
+        if result["undrafted_share"] > _UNDRAFTED_SHARE_MAX:
+            doubts.append(f"{name}: {result['undrafted_share']:.1%} of the decode steps had no draft")
+        if result["host_syncs"]:
+            doubts.append(f"{name}: the host waited unseen, {result['host_syncs']:g} times")
+    return doubts

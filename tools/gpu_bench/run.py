@@ -6,7 +6,8 @@ Composition only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ import torch
 import triton
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
 from common.errors import ConfigError
 from tools.bench_result import Row, as_json, write_json
@@ -25,9 +34,11 @@ from tools.gpu_bench.lineup import Lineup
 from tools.gpu_bench.pair import Pair, check_shape
 from tools.gpu_bench.plan import GpuPlan, Job, Mode
 from tools.gpu_bench.read_speed import read_bandwidth_to_host
-from tools.gpu_bench.rows import RowMeter, rows_table
+from tools.gpu_bench.rows import RowMeter, rows_table, warnings_of
+from tools.gpu_bench.served import TargetProcesses
 from tools.gpu_bench.sizes import Sizes
 from tools.gpu_bench.soak import Soak
+from tools.gpu_bench.streaming import StreamMeter, streams_table
 
 _SEED = 0
 
@@ -83,13 +94,47 @@ class Run:
                     progress.update(task, advance=1, description=f"{row.mode} x {row.concurrency}")
 
                 meter.run(show)
-                for event, count in lineup.events.counts.items():
-                    self.console.print(f"[bold yellow]during the run: {event}, {count} times[/]")
+                self._warn(f"{event}, {count} times" for event, count in lineup.events.counts.items())
+                self._warn(sorted({f"waits: {at}" for c in lineup.contenders for at in c.syncs}))
         finally:
             if meter is not None:
                 self.console.print(rows_table(meter.rows, self.plan.accept_kind))
+                self._warn(warnings_of(meter.rows))
                 floors_ms = {mode.value: floor.weights_ms(mode) for mode in self.plan.modes}
                 self._write(meter.rows, floors_ms, {})
+        return False
+
+    def streaming(self) -> bool:
+        """Readers of streams against the core alone; False: nothing can be broken but by an error."""
+        meters: list[StreamMeter] = []
+        vocab_size = self.pair.weights.config.vocab_size
+        sizes = Sizes.of(self.plan, self.pair.block_size)
+        try:
+            with contextlib.ExitStack() as ending:
+                services = {mode: TargetProcesses(self.plan, sizes, mode) for mode in self.plan.modes}
+                for service in services.values():
+                    ending.callback(service.close)
+                    service.start()
+                lineup = ending.enter_context(self.lineup())
+                progress = ending.enter_context(self._progress())
+                for contender in lineup.contenders:
+                    service = services[contender.mode]
+                    service.wait_serving()
+                    meter = StreamMeter(
+                        self.plan, contender, service.served, vocab_size, self.interruption.check
+                    )
+                    meters.append(meter)
+                    task = progress.add_task("", total=meter.num_rounds)
+
+                    def show(row: Row, task: TaskID = task) -> None:
+                        progress.update(task, advance=1, description=f"{row.mode} x {row.concurrency}")
+
+                    meter.run(show)
+                    self.console.print(f"{contender.mode}: the service has {service.num_fronts} fronts")
+        finally:
+            for meter in meters:
+                self.console.print(streams_table(meter))
+            self._write([], {}, {"rows": [row for meter in meters for row in meter.as_json()]})
         return False
 
     def identity(self) -> bool:
@@ -143,7 +188,15 @@ class Run:
             def show(what: str, done: int, total: int) -> None:
                 progress.update(task, completed=done, total=total, description=f"capturing graphs, {what}")
 
-            return Lineup(self.plan, self.pair, sizes, self.device, self.interruption.is_wanted, show)
+            lineup = Lineup(self.plan, self.pair, sizes, self.device, self.interruption.is_wanted, show)
+        # A full pass of the collector over what was loaded takes 0.2 s, 30 steps.
+        gc.collect()
+        gc.freeze()
+        return lineup
+
+    def _warn(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.console.print(Text(line, "bold yellow"))
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Progress]:
@@ -166,7 +219,7 @@ class Run:
         write_json(self.json_path, result | more)
 
 
-_JOBS = {Job.ROWS: Run.rows, Job.IDENTITY: Run.identity, Job.SOAK: Run.soak}
+_JOBS = {Job.ROWS: Run.rows, Job.STREAMING: Run.streaming, Job.IDENTITY: Run.identity, Job.SOAK: Run.soak}
 
 
 def _device_name(device: torch.device) -> str:

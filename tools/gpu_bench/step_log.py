@@ -114,6 +114,13 @@ def median_phases_ms(steps: list[LoggedStep], steady: list[SteadyStep]) -> dict[
     return {phase: 1000 * statistics.median(seconds) for phase, seconds in phases_s.items() if seconds}
 
 
+def undrafted_share(steps: list[LoggedStep]) -> float:
+    """Decode steps of a request that had no draft although it asks for them, of all."""
+    plain = sum(len(step.report.plain) for step in steps)
+    verifies = sum(len(step.report.verifies) for step in steps)
+    return plain / max(plain + verifies, 1)
+
+
 def accept_length(steps: list[LoggedStep]) -> float | None:
     """Mean tokens that a verify committed, the target's own included; None when no draft was verified."""
     accepted = [accepted for step in steps for _, accepted in step.report.verifies]
