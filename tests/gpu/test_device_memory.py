@@ -98,6 +98,12 @@ class Owner:
         self.flag_memory, self._flags_descriptor = FlagMemory.create()
         self.flag_memory.register()
         self.flags = StreamFlags(self.flag_memory.pair(SLOT), DEVICE)
+        # A kernel is loaded when it is first launched, which waits for all that the device has to do; and
+        # Python's lock is held meanwhile, without which the watchdog cannot help.
+        torch.cuda._sleep(1)
+        self.ring.anchor.fill_(0)
+        self.ring.drafts.clone()
+        assert self.is_well()
 
     @contextlib.contextmanager
     def drafter(self) -> Iterator[Process]:
