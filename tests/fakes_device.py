@@ -153,7 +153,9 @@ class FakeDeviceEngine:
         assert all(len(draft) == self._draft.num_draft_tokens for draft in drafts)
         self._drafts = [list(draft) for draft in drafts]
 
-    def launch(self, launch: Launch) -> Ticket:
+    def launch(
+        self, launch: Launch, enter: Callable[[], object] = int, leave: Callable[[], object] = int
+    ) -> Ticket:
         lanes = [*launch.lanes, *(extend.lane for extend in launch.extends)]
         assert lanes, "a launch of nothing"
         assert len(set(lanes)) == len(lanes), "a lane rides twice"
@@ -172,7 +174,9 @@ class FakeDeviceEngine:
         self._unread.add(number)
         assert len(self._unread) <= 2
         ring, drafts = self._ring, self._drafts if launch.drafts_inline else None
+        enter()
         self.enqueue(lambda: self._run(number, launch, width, ring if drafting else None, drafts))
+        leave()
         return Ticket(number, len(launch.extends), len(launch.lanes), width, num_extend_rows)
 
     def results_to_host(self, ticket: Ticket) -> Results:

@@ -271,6 +271,8 @@ class RingDrafter:
         posted = list(self._work)
         self._rig.engine.enqueue(lambda: self._do(posted, must=True))
 
+    def mark_ready(self) -> None: ...
+
     def post(self, step: PostedStep) -> None:
         self._rig.note_sessions()
         self.posted.append(step)
@@ -457,6 +459,9 @@ class ChangingDrafter:
 
     def await_drafts(self) -> None:
         self._through_ring.await_drafts()
+
+    def mark_ready(self) -> None:
+        self._through_ring.mark_ready()
 
     def post(self, step: PostedStep) -> None:
         self._through_ring.post(step)

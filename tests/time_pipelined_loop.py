@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,7 +45,9 @@ class IdleEngine:
 
     def join(self, lane: int, sampling: SamplingParams) -> None: ...
 
-    def launch(self, launch: Launch) -> Ticket:
+    def launch(self, launch: Launch, *in_turn: Callable[[], object]) -> Ticket:
+        for enqueue in in_turn:
+            enqueue()
         self._number += 1
         num_rows = 1 if launch.draft_rows is None else BLOCK_SIZE
         return Ticket(self._number, len(launch.extends), len(launch.lanes), num_rows, 0)
@@ -76,6 +79,8 @@ class ReadyDrafter(NoPipelinedDrafter):
         return PlainReason.RESYNC
 
     def await_drafts(self) -> None: ...
+
+    def mark_ready(self) -> None: ...
 
     def post(self, step: PostedStep) -> None:
         self._rows = {row.session_id: i for i, row in enumerate(step.rows) if row is not None}

@@ -86,6 +86,7 @@ class World:
         draft_rows = self.drafter.draft_rows([row.session_id for row in rows if row is not None])
         if self.drafter.draft is not None:
             self.drafter.await_drafts()
+            self.drafter.mark_ready()
         self.number += 1
         self.drafter.post(PostedStep(self.number, list(extends), list(rows), list(ended)))
         return draft_rows
@@ -163,6 +164,7 @@ def test_a_prompt_that_nobody_drafts_for_yet_is_waited_for_too(world: World) -> 
 def test_a_launch_that_writes_over_what_is_being_read_is_a_bug_of_ours(world: World) -> None:
     world.connect()
     world.step(row(1))
+    world.drafter.mark_ready()
     with pytest.raises(AssertionError, match="waits for its reader"):
         world.drafter.post(PostedStep(2, [], [row(1)], []))
 
@@ -182,7 +184,7 @@ def test_a_step_for_nobody_is_neither_sent_nor_waited_for(world: World) -> None:
     world.connect(num_sessions_max=0)
     world.step(row(1))
     world.step(row(1))
-    assert world.requests() == [] and world.flags.enqueued == []
+    assert world.requests() == [] and world.flags.enqueued == [("ready", 1), ("ready", 2)]
     assert world.drafter.why_plain(1) is PlainReason.NO_CAPACITY
 
 

@@ -70,6 +70,8 @@ class DeviceConnection:
         self._sessions.connected(agreement.num_sessions_max)
         self._observer = observer
         self._sequence = 0
+        # Of the launch that marked its states and is not posted yet.
+        self._is_ready: Callable[[], bool] | None = None
         self._posted: _Posted | None = None
         # For each launch in flight: the sequence that the device waits for before it.
         self._waits: deque[tuple[int, int]] = deque()
@@ -117,17 +119,23 @@ class DeviceConnection:
         sequence = posted.sequence
         self._watchdog.watch(sequence, posted.is_ready, lambda: self._flags.await_done(sequence))
 
+    def mark_ready(self) -> None:
+        """See PipelinedDrafter.mark_ready. A sequence that no message names afterwards is one that nobody
+        waits for."""
+        self._sequence += 1
+        self._is_ready = self._flags.write_ready(self._sequence)
+
     def post(self, posted: PostedStep) -> None:
         """See PipelinedDrafter.post."""
-        is_launch = bool(posted.extends or posted.rows)
-        if is_launch:
+        is_ready, self._is_ready = self._is_ready, None
+        if posted.extends or posted.rows:
+            assert is_ready is not None, "a launch marks what it wrote"
             self._remember_wait(posted.number)
-        step = self._sessions.plan(posted, self._sequence + 1)
+        step = self._sessions.plan(posted, self._sequence)
         if not step.is_for_the_device:
             self._send(step)
             return
-        self._sequence += 1
-        is_ready = self._flags.write_ready(self._sequence)
+        assert is_ready is not None, "only a launch has something for the device"
         if self._send(step):
             rows = {row.session_id: (i, row.epoch) for i, row in enumerate(step.rows) if row is not None}
             self._posted = _Posted(self._sequence, is_ready, rows)

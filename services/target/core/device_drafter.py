@@ -160,6 +160,11 @@ class DeviceDrafter:
         if self._connection is not None:
             self._connection.await_drafts()
 
+    def mark_ready(self) -> None:
+        """See PipelinedDrafter.mark_ready."""
+        if self._connection is not None:
+            self._connection.mark_ready()
+
     def post(self, step: PostedStep) -> None:
         """See PipelinedDrafter.post."""
         if self._connection is not None:

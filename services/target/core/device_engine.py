@@ -46,6 +46,10 @@ def positions_max(max_len: int) -> int:
     return max_len + POSITIONS_BEYOND_CONTEXT
 
 
+def _nothing() -> None:
+    """Nothing has to stand there."""
+
+
 class DeviceEngine:
     """Used by one thread. `stream` carries all of its work, in order: others may enqueue between launches."""
 
@@ -154,8 +158,14 @@ class DeviceEngine:
         """Drafts `[any, K]` for the next launch with drafts_inline."""
         self._drafts = np.array(drafts, np.int32)
 
-    def launch(self, launch: Launch) -> Ticket:
-        """Enqueue a step. Never waits; at most LAUNCHES_IN_FLIGHT_MAX launches have results unread."""
+    def launch(
+        self, launch: Launch, enter: Callable[[], object] = _nothing, leave: Callable[[], object] = _nothing
+    ) -> Ticket:
+        """Enqueue a step. Never waits; at most LAUNCHES_IN_FLIGHT_MAX launches have results unread.
+
+        enter and leave enqueue what has to stand before the ring is used and behind it: the copies from and
+        to the host lie outside, so that they delay neither this step nor the drafter's.
+        """
         drafting = launch.draft_rows is not None
         graphs = self._drafting if drafting else self._plain
         assert graphs is not None, "prepare_drafting comes first"
@@ -168,18 +178,21 @@ class DeviceEngine:
         lane_bucket = bucket_for(self._lane_buckets, len(launch.lanes)) if launch.lanes else 0
         num_rows = sum(len(extend.token_ids) for extend in launch.extends)
         with torch.cuda.stream(self.stream):
-            self._clock.begin(number)
             self._lane_control.upload(
                 number, launch.lanes, launch.draft_rows or (), lane_bucket, list(self._joins.values()),
                 launch.pages, drafts,
             )  # fmt: skip
+            size = extend_size_for(self._extend_sizes, num_rows, len(launch.extends))
             if launch.extends:
-                size = extend_size_for(self._extend_sizes, num_rows, len(launch.extends))
                 self._extend_control.upload(number, launch.extends, *size)
+            enter()
+            self._clock.begin(number)
+            if launch.extends:
                 graphs.replay(size)
             self._clock.split(number)
             if launch.lanes:
                 graphs.replay(lane_bucket)
+            leave()
             num_words = 2 * self._extends_max + len(launch.lanes) * (rows_each + RESULT_WORDS)
             self._results.download(number, num_words)
             self._clock.end(number)

@@ -53,7 +53,7 @@ class PostedStep:
 class PipelinedDrafter(Protocol):
     """Called by the core's thread only, and never waits.
 
-    A step calls settle, draft_rows, await_drafts (before a launch that writes the ring), post, and
+    A step calls settle, draft_rows, await_drafts and mark_ready (in a launch that writes the ring), post, and
     observe_completed for the step before. `post` comes once for each launch, and for ended sessions
     also without one; a draft can only be used by the launch right after its post.
     """
@@ -84,9 +84,11 @@ class PipelinedDrafter(Protocol):
         """Enqueue on the current stream the wait until all that was posted is done. The launch behind it
         writes over what the drafter reads, whether or not it uses a draft."""
 
+    def mark_ready(self) -> None:
+        """Enqueue on the current stream that what the launch wrote into the ring is there."""
+
     def post(self, step: PostedStep) -> None:
-        """Hand a step over: enqueue on the current stream that it is ready, and send the message. Never
-        raises for the peer's faults."""
+        """Hand a step over: say whose is what. Never raises for the peer's faults."""
 
     def observe_completed(self, step_number: int) -> None:
         """The host has seen the results of that step's launch."""
@@ -112,6 +114,9 @@ class NoPipelinedDrafter:
 
     def await_drafts(self) -> None:
         raise AssertionError("there is no draft to wait for")
+
+    def mark_ready(self) -> None:
+        raise AssertionError("nobody reads what is ready")
 
     def post(self, step: PostedStep) -> None: ...
 

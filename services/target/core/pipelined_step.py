@@ -176,12 +176,12 @@ class PipelinedStepLoop(RequestLoop):
         for ride in plan.joined:
             self._engine.join(ride.lane, ride.request.sampling)
         captures = self._captures(plan)
-        if captures and not are_inline:
-            self._drafter.await_drafts()
+        drafter = self._drafter
+        in_turn = (drafter.await_drafts, drafter.mark_ready) if captures and not are_inline else ()
         lanes = [ride.lane for ride in plan.decodes]
         rows = drafts.rows if captures else None
         ticket = self._engine.launch(
-            Launch(extend_rows(plan, captures), lanes, rows, plan.pages, drafts_inline=are_inline)
+            Launch(extend_rows(plan, captures), lanes, rows, plan.pages, drafts_inline=are_inline), *in_turn
         )
         self._number += 1
         num_rows_each, row_bytes = (self._block_size, self._captured_row_bytes) if captures else (1, 0)
