@@ -89,9 +89,6 @@ class InprocessDrafter:
         """The stream is the one that drafted."""
 
     def mark_ready(self) -> None:
-        """Whatever drafts comes later on the same stream."""
-
-    def mark_ready(self) -> None:
         """What drafts comes later on the same stream."""
 
     def post(self, step: PostedStep) -> None:
