@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.contract import Mismatch
 from common.errors import Unavailable
-from common.handoff.cuda_driver import DriverError
 from common.log import get_log
 from services.drafter.desk import DrafterDesk
 from services.drafter.device_link import DeviceLink
@@ -165,8 +164,8 @@ class DeviceLinks:
                     while not await self._engine_thread.run(self._desk.is_idle, link):
                         await asyncio.sleep(_RUN_OUT_POLL_S)
                         link.flags.release()
-            except (TimeoutError, DriverError) as error:
-                log.error("device_hangs", reason=type(error).__name__)
+            except TimeoutError:
+                log.error("device_hangs", deadline_s=_RUN_OUT_DEADLINE_S)
                 self._on_failure("device")
                 return
             await self._engine_thread.run(self._desk.end_link, link)
