@@ -20,7 +20,7 @@ from common.handoff.ring import RingShape
 from common.log import get_log
 from common.model_dir import resolve_model_dir
 from common.paged_kv import PagePool
-from common.threads import confine_tensor_work
+from common.threads import confine_tensor_work, spread_tensor_work
 from common.wire import dtype_from_name
 from services.drafter.config import DrafterSettings
 from services.drafter.desk import DrafterFacts
@@ -47,6 +47,7 @@ class LoadedDrafter:
     """All that is made once from settings and checkpoints. engine serves inline messages; ring_work is None
     where there is no hand-off ring."""
 
+    device: torch.device
     facts: DrafterFacts
     pool: PagePool
     engine: InlineEngine
@@ -72,7 +73,7 @@ def _load_for_cpu(
     settings.check_capacity(model.contract.block_size)
     pool = _open_pool(settings)
     facts = _facts(settings, target, model.contract, model.dtype)
-    return LoadedDrafter(facts, pool, DraftEngine(model, pool))
+    return LoadedDrafter(torch.device("cpu"), facts, pool, DraftEngine(model, pool))
 
 
 def _load_for_gpu(
@@ -123,7 +124,16 @@ def drafter_on_gpu(
     assert stream is not None
     mapping = RingMapping(CudaMappingDevice(stream), ring)
     facts = _facts(settings, target, contract, dtype, ring)
-    return LoadedDrafter(facts, pool, engine, RingWork(engine, mapping))
+    return LoadedDrafter(stream.device, facts, pool, engine, RingWork(engine, mapping))
+
+
+def prepare_engine_thread(device: torch.device, num_threads: int) -> None:
+    """Let the calling thread do the tensor work: on this device, and on so many CPU threads (0: the library's
+    choice)."""
+    spread_tensor_work(num_threads)
+    if device.type == "cuda":
+        # Threads begin on the first GPU.
+        torch.cuda.set_device(device)
 
 
 def largest_ring(

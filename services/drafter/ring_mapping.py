@@ -141,6 +141,8 @@ class CudaMappingDevice:
 
     def register(self, flags: FlagMemory) -> None:
         """See MappingDevice.register."""
+        # Mapping runs on a thread of its own, which has no CUDA context before torch gives it one.
+        torch.cuda.synchronize(self._device)
         flags.register()
 
     def flags(self, pair: FlagPair) -> RingFlags:

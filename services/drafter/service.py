@@ -16,13 +16,12 @@ from common.log import get_log
 from common.metrics import CommonMetrics, Metrics, MetricsPage, serve_metrics
 from common.pb.tandem.v1 import drafter_pb2_grpc
 from common.rpc import HEALTH_METHODS, RpcServer, method_names
-from common.threads import spread_tensor_work
 from services.drafter.config import DrafterSettings
 from services.drafter.desk import DrafterDesk
 from services.drafter.device_links import DeviceLinks
 from services.drafter.device_runner import DeviceRunner
 from services.drafter.engine_thread import EngineThread
-from services.drafter.loading import LoadedDrafter
+from services.drafter.loading import LoadedDrafter, prepare_engine_thread
 from services.drafter.metrics import PREFIX, DrafterMetrics
 from services.drafter.servicer import SERVICE, DrafterServicer
 from services.drafter.session_table import SessionTable
@@ -69,7 +68,7 @@ class DrafterService:
             device_runner = DeviceRunner(table, ring_work.engine, facts.draft.block_size)
             mapping = ring_work.mapping
         self._desk = DrafterDesk(facts, table, runner, self._metrics, device_runner)
-        prepare = functools.partial(spread_tensor_work, settings.threads)
+        prepare = functools.partial(prepare_engine_thread, loaded.device, settings.threads)
         self._engine_thread = EngineThread(on_failure, prepare)
         self._links = DeviceLinks(self._desk, self._engine_thread, mapping, on_failure)
         self._servicer = DrafterServicer(facts, self._desk, self._engine_thread, self._links)
