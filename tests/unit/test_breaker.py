@@ -106,3 +106,19 @@ def test_after_a_lost_connection_it_looks_at_once(clock: Clock, closed: Breaker)
     clock.now += 100
     closed.lost()
     assert closed.probe_in_s == 0
+
+
+def test_each_time_that_it_is_given_up_in_a_row_doubles_the_peace(clock: Clock, closed: Breaker) -> None:
+    """Every try costs a step a whole deadline (I7)."""
+    pauses = []
+    for _ in range(7):
+        closed.gave_up()
+        pauses.append(closed.probe_in_s)
+        assert closed.state is BreakerState.OPEN
+        clock.now += 100
+        closed.probing()
+        closed.connected()
+    assert pauses == [1, 2, 4, 8, 16, limits.GIVEN_UP_PAUSE_MAX_S, limits.GIVEN_UP_PAUSE_MAX_S]
+    closed.answered()
+    closed.gave_up()
+    assert closed.probe_in_s == limits.PROBE_INTERVAL_S

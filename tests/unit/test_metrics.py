@@ -138,6 +138,26 @@ def test_the_link_to_the_drafter_shows_state_and_every_field_that_differs(metric
     assert not any(value for name, value in found.items() if "mismatch" in name)
 
 
+def test_the_hand_over_shows_its_transport_and_why_it_is_not_the_devices(metrics: Metrics) -> None:
+    observer = TargetMetrics(metrics)
+
+    def value(name: str) -> float:
+        return samples(metrics.registry)[f"{PREFIX}_{name}"]
+
+    assert value('handoff_fallbacks_total{reason="no_device"}') == 0
+    observer.observe_fallback("no_device")
+    observer.observe_transport("inline")
+    observer.observe_watchdog_release()
+    assert value('handoff_fallbacks_total{reason="no_device"}') == 1
+    assert value('handoff_transport{transport="inline"}') == 1
+    assert value('handoff_transport{transport="device"}') == 0
+    assert value("watchdog_releases_total") == 1
+    observer.observe_transport("device")
+    assert value('handoff_transport{transport="inline"}') == 0
+    observer.observe_transport(None)
+    assert value('handoff_transport{transport="device"}') == 0
+
+
 def test_a_label_value_that_nobody_listed_is_an_error_and_no_new_series(metrics: Metrics) -> None:
     with pytest.raises(KeyError):
         TargetMetrics(metrics).observe_rejected("because")
