@@ -162,10 +162,11 @@ class DeviceDraftEngine:
         assert len(set(named)) == len(named), "a lane has two ring rows"
         with self._on_stream():
             ticket = self._control.upload(work)
-            if work.pages:
-                self._graphs.replay("pages")
+            # Nothing but the copy stands before: a kernel would take the GPU from the target in mid-step.
             enter()
             self._control.mark_begun(ticket)
+            if work.pages:
+                self._graphs.replay("pages")
             if work.appends:
                 num_rows = max(append.row_start + append.num_rows for append in work.appends)
                 self._replay_over_ring("extend", bucket_for(self._extend_buckets, num_rows))
