@@ -218,7 +218,6 @@ class _Work:
     draft: DraftContract
     ring: FakeRing
     ring_number: int
-    is_ready: bool = False
 
 
 class RingDrafter:
@@ -230,6 +229,7 @@ class RingDrafter:
         self._rig, self._rng, self.habits = rig, rng, habits or Habits()
         self._connection = _Connection(rig, rng, self.habits)
         self._work: list[_Work] = []
+        self._ready_number = -1
         self._rows: dict[int, int] = {}
         self.posted: list[PostedStep] = []
         self.completed: list[int] = []
@@ -271,7 +271,13 @@ class RingDrafter:
         posted = list(self._work)
         self._rig.engine.enqueue(lambda: self._do(posted, must=True))
 
-    def mark_ready(self) -> None: ...
+    def mark_ready(self) -> None:
+        number = self._rig.engine.num_launches - 1
+
+        def mark() -> None:
+            self._ready_number = number
+
+        self._rig.engine.enqueue(mark)
 
     def post(self, step: PostedStep) -> None:
         self._rig.note_sessions()
@@ -283,9 +289,7 @@ class RingDrafter:
         self._rows = {row.session_id: i for i, row in enumerate(step.rows) if row is not None}
         if step.extends or step.rows:
             assert self.draft is not None and self.ring is not None
-            work = _Work(step, self.draft, self.ring, self._rig.engine.num_launches - 1)
-            self._work.append(work)
-            self._rig.engine.enqueue(lambda: setattr(work, "is_ready", True))
+            self._work.append(_Work(step, self.draft, self.ring, self._rig.engine.num_launches - 1))
 
     def observe_completed(self, step_number: int) -> None:
         self.completed.append(step_number)
@@ -304,8 +308,9 @@ class RingDrafter:
     def _do(self, works: list[_Work], must: bool = False) -> None:
         """What is ready of these, which must be all of them."""
         for work in list(works):
-            assert work.is_ready or not must
-            if work.is_ready and work in self._work:
+            is_ready = work.ring_number <= self._ready_number
+            assert is_ready or not must
+            if is_ready and work in self._work:
                 self._work.remove(work)
                 self._read_and_draft(work)
 
@@ -385,7 +390,8 @@ class MessageSource:
             assert self.draft is not None and handoff.captured is not None
             assert rows.session_id not in self.ended
             contexts.append(rows.session_id, rows.position, handoff.captured[rows.row_start : rows.row_stop])
-        for block in handoff.wanted:
+        # In an order that is the same whatever the order of the batch.
+        for block in sorted(handoff.wanted, key=lambda block: block.session_id):
             request = self._rig.by_session[block.session_id]
             assert request.drafting and block.session_id not in self.ended
             assert (block.position, block.anchor) == (request.committed_len - 1, request.tokens[-1])
