@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from services.target.service import load_model, serve
 from tests.builders import build_tiny_llama_dir
 
 ROOT = Path(__file__).parents[2]
+FRONTS = pytest.mark.parametrize("fronts", ["0", "1"], ids=["one process", "a front of its own"])
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +60,25 @@ def test_a_wrong_model_ends_the_process_with_one_line_and_status_2(socket_path: 
     ]
 
 
-async def test_an_address_that_cannot_be_listened_on_is_named(model_dir: Path, socket_path: str) -> None:
+@FRONTS
+async def test_an_address_that_cannot_be_listened_on_is_named(
+    model_dir: Path, socket_path: str, fronts: str
+) -> None:
     Path(socket_path).write_text("a file")
-    with pytest.raises(ConfigError, match=r"^listen: must not be an existing file"):
-        await start(model_dir, socket_path)
+    with pytest.raises(ConfigError, match=r"^listen: must not be an existing file, got 'unix:/"):
+        await start(model_dir, socket_path, "--fronts", fronts)
+
+
+async def test_fronts_do_not_share_a_port_that_somebody_else_listens_on(
+    model_dir: Path, socket_path: str
+) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"^listen: cannot be listened on, got '{address}'"):
+            await start(model_dir, socket_path, "--listen", address, "--fronts", "2")
 
 
 async def test_a_context_limit_beyond_the_models_is_named(model_dir: Path, socket_path: str) -> None:
@@ -87,12 +104,12 @@ async def test_corrupted_weights_are_named_by_file(tmp_path: Path, socket_path: 
         await start(broken, socket_path)
 
 
+@FRONTS
 async def test_a_core_that_breaks_fails_each_request_once_and_ends_the_service_with_status_1(
-    model_dir: Path, socket_path: str, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, socket_path: str, monkeypatch: pytest.MonkeyPatch, fronts: str
 ) -> None:
-    settings = load_settings(
-        TargetSettings, "services.target", ["--model", str(model_dir), "--listen", f"unix:{socket_path}"]
-    )
+    flags = ["--model", str(model_dir), "--listen", f"unix:{socket_path}", "--fronts", fronts]
+    settings = load_settings(TargetSettings, "services.target", flags)
     model = load_model(settings)
     forward, num_steps = model.forward, 0
 
@@ -121,10 +138,12 @@ async def test_a_core_that_breaks_fails_each_request_once_and_ends_the_service_w
     assert await asyncio.wait_for(serving, 20) == 1
 
 
+@FRONTS
 async def test_requests_that_outlast_the_grace_end_unavailable_with_the_tokens_they_had(
-    model_dir: Path, socket_path: str, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, socket_path: str, monkeypatch: pytest.MonkeyPatch, fronts: str
 ) -> None:
-    flags = ["--model", str(model_dir), "--listen", f"unix:{socket_path}", "--grace-s", "0.3"]
+    needed = ["--model", str(model_dir), "--listen", f"unix:{socket_path}"]
+    flags = [*needed, "--grace-s", "0.3", "--fronts", fronts]
     settings = load_settings(TargetSettings, "services.target", flags)
     model = load_model(settings)
     forward = model.forward
