@@ -55,4 +55,6 @@ def read_bandwidth_to_host(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         passes_ms = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
         best_s = min(best_s, statistics.median(passes_ms) / 1000)
+    del source
+    torch.cuda.empty_cache()
     return PROBE_BYTES / best_s

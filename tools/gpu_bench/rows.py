@@ -164,6 +164,16 @@ def rows_table(rows: Sequence[Row], accept_kind: str) -> Table:
     return table
 
 
+def phases_of(rows: Sequence[Row]) -> list[str]:
+    """Where a step's time goes, a line a row; see step_log.median_phases_ms and the drafters' own times."""
+    return [
+        f"{row.mode} x {row.concurrency}, ms a step: "
+        + ", ".join(f"{phase} {ms:.3f}" for phase, ms in row.median_phases_ms().items())
+        for row in rows
+        if row.measured
+    ]
+
+
 def warnings_of(rows: Sequence[Row]) -> list[str]:
     """What makes a row's figures doubtful, one line each."""
     doubts = []

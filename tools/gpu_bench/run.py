@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from tools.gpu_bench.lineup import Lineup
 from tools.gpu_bench.pair import Pair, check_shape
 from tools.gpu_bench.plan import GpuPlan, Job, Mode
 from tools.gpu_bench.read_speed import read_bandwidth_to_host
-from tools.gpu_bench.rows import RowMeter, rows_table, warnings_of
+from tools.gpu_bench.rows import RowMeter, phases_of, rows_table, warnings_of
 from tools.gpu_bench.served import TargetProcesses
 from tools.gpu_bench.sizes import Sizes
 from tools.gpu_bench.soak import Soak
@@ -53,10 +54,14 @@ def bench_gpu(console: Console, plan: GpuPlan, json_path: Path | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with Interruption() as interruption:
         bandwidth = read_bandwidth_to_host(device)
-        console.print(f"{_device_name(device)}: a pure read runs at {bandwidth / 1e12:.2f} TB/s")
+        device_name = _device_name(device)
+        console.print(f"{device_name}: a pure read runs at {bandwidth / 1e12:.2f} TB/s")
+        began_s = time.monotonic()
         pair = Pair.of(plan, torch.bfloat16, device)
         pair.check(plan)
-        run = Run(console, plan, pair, device, bandwidth, interruption, json_path)
+        torch.cuda.synchronize(device)
+        console.print(f"{pair.name}: weights in memory after {time.monotonic() - began_s:.0f} s")
+        run = Run(console, plan, pair, device, device_name, bandwidth, interruption, json_path)
         try:
             broken = _JOBS[plan.job](run)
         except Interrupted:
@@ -74,6 +79,7 @@ class Run:
     plan: GpuPlan
     pair: Pair
     device: torch.device
+    device_name: str
     bandwidth_bytes_s: float
     interruption: Interruption
     json_path: Path | None
@@ -99,6 +105,8 @@ class Run:
         finally:
             if meter is not None:
                 self.console.print(rows_table(meter.rows, self.plan.accept_kind))
+                for line in phases_of(meter.rows):
+                    self.console.print(line)
                 self._warn(warnings_of(meter.rows))
                 floors_ms = {mode.value: floor.weights_ms(mode) for mode in self.plan.modes}
                 self._write(meter.rows, floors_ms, {})
@@ -181,6 +189,7 @@ class Run:
 
     def lineup(self) -> Lineup:
         """All modes, ready; says what is captured meanwhile."""
+        began_s = time.monotonic()
         sizes = Sizes.of(self.plan, self.pair.block_size)
         with self._progress() as progress:
             task = progress.add_task("starting")
@@ -192,6 +201,7 @@ class Run:
         # A full pass of the collector over what was loaded takes 0.2 s, 30 steps.
         gc.collect()
         gc.freeze()
+        self.console.print(f"{', '.join(self.plan.modes)}: ready after {time.monotonic() - began_s:.0f} s")
         return lineup
 
     def _warn(self, lines: Iterable[str]) -> None:
@@ -210,13 +220,18 @@ class Run:
             return
         result = as_json(
             rows,
-            device=_device_name(self.device),
+            device=self.device_name,
             model_name=self.pair.name,
             block_size=self.pair.block_size or 1,
             accept_kind=self.plan.accept_kind,
             floors_ms=floors_ms,
         )
-        write_json(self.json_path, result | more)
+        result |= more
+        asked = {"prompt_tokens": self.plan.prompt_tokens, "max_new_tokens": self.plan.max_new_tokens}
+        if self.plan.row_independent:
+            asked["row_independent"] = True
+        result["rows"] = [row | asked for row in result["rows"]]
+        write_json(self.json_path, result)
 
 
 _JOBS = {Job.ROWS: Run.rows, Job.STREAMING: Run.streaming, Job.IDENTITY: Run.identity, Job.SOAK: Run.soak}

@@ -17,7 +17,7 @@ from rich.table import Table
 from tools.bench_result import Row, run_rounds
 from tools.closed_loop import common_window
 from tools.gpu_bench.contender import Contender
-from tools.gpu_bench.core_load import Ask
+from tools.gpu_bench.core_load import Ask, BenchFailed
 from tools.gpu_bench.plan import GpuPlan
 from tools.gpu_bench.step_log import median_phases_ms, median_step_ms, steady_steps, window_tok_s
 from tools.gpu_bench.stream_readers import StreamLoad, StreamReaders
@@ -78,6 +78,8 @@ class StreamMeter:
         firsts = [answer.first_token_at_s for answer in times.answers]
         lasts = [answer.last_token_at_s for answer in times.answers]
         steady = steady_steps(steps, row.concurrency)
+        if not steady:
+            raise BenchFailed(f"{row.mode} x {row.concurrency}: no step in which all requests decoded")
         row.tok_s.append(window_tok_s(steps, firsts, lasts))
         row.step_ms.append(median_step_ms(steady))
         row.phases_ms.append(median_phases_ms(steps, steady))
