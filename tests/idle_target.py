@@ -25,7 +25,7 @@ from services.target.core.request import (
     TokensCommitted,
 )
 from services.target.edge import Edge, InProcessFront
-from services.target.front.facts import DrafterFacts, ServedModel
+from services.target.facts import DrafterFacts, ServedModel
 from services.target.front.servicer import SERVICE, TargetServicer
 from services.target.fronts import FrontPlan, Fronts
 from services.target.metrics import PREFIX, TargetMetrics

@@ -13,8 +13,8 @@ from common.pb.tandem.v1 import core_pb2
 from services.target.core.core_socket import FrontSocket
 from services.target.core.front_outbox import FrontOutbox
 from services.target.core.report import CoreStats
+from services.target.facts import DrafterFacts
 from services.target.front.core_client import CoreClient
-from services.target.front.facts import DrafterFacts
 from tests.fakes import ScriptedCore
 
 

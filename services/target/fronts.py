@@ -24,7 +24,7 @@ from common.rpc import check_port_free
 from services.target.core.core import Core
 from services.target.core.core_socket import FrontSocket
 from services.target.edge import Supervise
-from services.target.front.facts import DrafterFacts, ServedModel
+from services.target.facts import DrafterFacts, ServedModel
 from services.target.joint.frames import BrokenJoint
 from services.target.joint.messages import encode_model
 

@@ -24,7 +24,7 @@ from services.target.config import TargetSettings
 from services.target.core.core import Core
 from services.target.core_parts import CoreParts, LoadedModel, RemoteParty
 from services.target.edge import Edge, InProcessFront
-from services.target.front.facts import DrafterFacts, DrafterState, ServedModel
+from services.target.facts import DrafterFacts, DrafterState, ServedModel
 from services.target.front.process import FLUSH_S
 from services.target.front.servicer import SERVICE, TargetServicer
 from services.target.fronts import FrontPlan, Fronts

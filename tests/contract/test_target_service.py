@@ -22,7 +22,7 @@ from common.pb.tandem.v1 import target_pb2 as pb
 from common.pb.tandem.v1 import target_pb2_grpc
 from common.rpc import RpcServer, open_channel
 from services.target.core.request import FinishReason
-from services.target.front.facts import DrafterFacts, DrafterState, ServedModel
+from services.target.facts import DrafterFacts, DrafterState, ServedModel
 from services.target.front.servicer import SERVICE, RunsRequests, TargetServicer
 from tests.fakes import ScriptedCore
 from tests.joint_rig import joined, until

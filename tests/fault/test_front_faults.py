@@ -26,7 +26,7 @@ from common.pb.tandem.v1 import target_pb2_grpc
 from common.rpc import open_channel
 from services.target.config import TargetSettings
 from services.target.core.request import SamplingParams
-from services.target.front.facts import DrafterFacts, ServedModel
+from services.target.facts import DrafterFacts, ServedModel
 from services.target.fronts import FrontPlan, Fronts
 from services.target.model.llama import Llama
 from services.target.service import load_model, serve

@@ -26,7 +26,7 @@ from services.target.core.request import (
     SamplingParams,
     TokensCommitted,
 )
-from services.target.front.facts import DrafterFacts
+from services.target.facts import DrafterFacts
 from services.target.front.report import FrontReports
 from services.target.joint.frames import BrokenJoint, framed
 from tests.fakes import ScriptedCore

@@ -13,7 +13,7 @@ from common.pb.tandem.v1 import core_pb2, target_pb2
 from services.target.core.report import CoreStats
 from services.target.core.request import FinishReason, Request, RequestFinished
 from services.target.core.request_loop import NonFiniteLogits
-from services.target.front.facts import DrafterFacts, DrafterState, ServedModel
+from services.target.facts import DrafterFacts, DrafterState, ServedModel
 from services.target.front.validation import parse_generate
 from services.target.joint.frames import BrokenJoint, FrameReader, framed
 from services.target.joint.messages import (

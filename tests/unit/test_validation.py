@@ -11,7 +11,7 @@ from common import limits
 from common.errors import InvalidRequest
 from common.pb.tandem.v1 import target_pb2
 from services.target.core.request import Request
-from services.target.front.facts import ServedModel
+from services.target.facts import ServedModel
 from services.target.front.validation import parse_generate
 
 MODEL = ServedModel(

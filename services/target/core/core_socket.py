@@ -23,7 +23,7 @@ from common.pb.tandem.v1 import core_pb2
 from services.target.core.front_outbox import FrontOutbox, FrontStream
 from services.target.core.report import CoreStats
 from services.target.core.request import Request
-from services.target.front.facts import DrafterFacts
+from services.target.facts import DrafterFacts
 from services.target.joint.frames import BrokenJoint, FrameReader, framed
 from services.target.joint.messages import decode_request, encode_facts
 

@@ -18,7 +18,7 @@ from common.log import get_log
 from common.pb.tandem.v1 import core_pb2
 from services.target.core.report import CoreStats
 from services.target.core.request import Event, Request, RequestFailed, RequestRefused, TokensCommitted
-from services.target.front.facts import DrafterFacts
+from services.target.facts import DrafterFacts
 from services.target.joint.frames import BrokenJoint, FrameReader, framed
 from services.target.joint.messages import U32, decode_error, decode_facts, decode_finished, encode_request
 

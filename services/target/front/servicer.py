@@ -25,8 +25,8 @@ from services.target.core.request import (
     RequestRefused,
     TokensCommitted,
 )
+from services.target.facts import DrafterFacts, ServedModel
 from services.target.front.channel import EventChannel
-from services.target.front.facts import DrafterFacts, ServedModel
 from services.target.front.validation import parse_generate
 from services.target.joint.messages import drafter_state_number, encode_finished, encode_model
 

@@ -12,7 +12,7 @@ from common import limits
 from common.errors import InvalidRequest
 from common.pb.tandem.v1 import target_pb2
 from services.target.core.request import Event, Request, SamplingParams
-from services.target.front.facts import ServedModel
+from services.target.facts import ServedModel
 
 
 def parse_generate(

@@ -19,7 +19,7 @@ from services.target.core.request import (
     RequestFinished,
     SamplingParams,
 )
-from services.target.front.facts import DrafterFacts, DrafterState, ServedModel
+from services.target.facts import DrafterFacts, DrafterState, ServedModel
 
 # 32 bits wherever this runs; the joint's numbers are in the machine's own order.
 U32 = "I"

@@ -1,4 +1,4 @@
-"""Facts that the front needs of the model and reports of the drafter. No grpc, no torch."""
+"""The model and the link to the drafter as callers are told of them. No grpc, no torch."""
 
 from __future__ import annotations
 
