@@ -75,7 +75,11 @@ def bench(
     ] = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of each (random) prompt. Default 128.", min=1, rich_help_panel=_GPU),
+        typer.Option(
+            help="Tokens of each random prompt; a trained model's are no longer. Default 128.",
+            min=1,
+            rich_help_panel=_GPU,
+        ),
     ] = None,
     synthetic_accept_length: Annotated[
         float | None,

@@ -17,6 +17,7 @@ from tools.gpu_bench.floor import Floor, kv_bytes
 from tools.gpu_bench.identity import compare_tokens, identity_asks, identity_table
 from tools.gpu_bench.interruption import Interrupted
 from tools.gpu_bench.plan import GpuPlan, Job, Mode
+from tools.gpu_bench.prompts import RandomPrompts
 from tools.gpu_bench.rows import RowMeter, rows_table, warnings_of
 from tools.gpu_bench.soak import MemorySample, Soak, grown
 from tools.gpu_bench.step_log import StepLog
@@ -26,6 +27,7 @@ PLAN = GpuPlan(
     concurrency=(1, 3), prompt_tokens=5, max_new_tokens=40, num_rounds=2, synthetic_accept_length=None,
     row_independent=False, temperature=0.0, top_p=1.0, amount=0,
 )  # fmt: skip
+PROMPTS = RandomPrompts(COUNTING_VOCAB, PLAN.prompt_tokens)
 FLOOR = Floor(
     bandwidth_bytes_s=1e9, target_bytes=2_000_000, draft_bytes=500_000, target_kv_bytes=100, draft_kv_bytes=10
 )
@@ -54,7 +56,7 @@ def contender(mode: Mode, **habits: float) -> tuple[Contender, Rig]:
 def measured(plan: GpuPlan = PLAN) -> list[Row]:
     contenders = [contender(mode)[0] for mode in plan.modes]
     contenders[1].take_drafting_ms = lambda: {"draft": 1.5}
-    meter = RowMeter(plan, contenders, FLOOR, COUNTING_VOCAB, lambda: None)
+    meter = RowMeter(plan, contenders, FLOOR, PROMPTS, lambda: None)
     order: list[tuple[str, int]] = []
     meter.run(lambda row: order.append((row.mode, row.concurrency)))
     assert len(order) == meter.num_rounds
@@ -109,7 +111,7 @@ def test_steps_without_drafts_and_hidden_waits_make_a_row_doubtful() -> None:
     def after_each_run() -> None:
         contenders[0].syncs.append("somewhere.py:1")
 
-    meter = RowMeter(replace(PLAN, concurrency=(2,)), contenders, FLOOR, COUNTING_VOCAB, after_each_run)
+    meter = RowMeter(replace(PLAN, concurrency=(2,)), contenders, FLOOR, PROMPTS, after_each_run)
     meter.run(lambda row: None)
     doubts = warnings_of(meter.rows)
     assert len(doubts) == 2
@@ -126,7 +128,7 @@ def test_an_interrupted_run_keeps_the_rounds_that_were_finished() -> None:
         if next(calls) == 4:
             raise Interrupted
 
-    meter = RowMeter(PLAN, contenders, FLOOR, COUNTING_VOCAB, check)
+    meter = RowMeter(PLAN, contenders, FLOOR, PROMPTS, check)
     with pytest.raises(Interrupted):
         meter.run(lambda row: None)
     assert [len(row.tok_s) for row in meter.rows] == [1, 1, 0, 0]
@@ -135,7 +137,7 @@ def test_an_interrupted_run_keeps_the_rounds_that_were_finished() -> None:
 
 def test_a_draft_that_is_wrong_changes_no_token_and_a_model_that_drifts_is_found() -> None:
     plan = replace(PLAN, job=Job.IDENTITY, concurrency=(4,), amount=9)
-    asks = identity_asks(plan, COUNTING_VOCAB, seed=random.randrange(2**32))
+    asks = identity_asks(plan, PROMPTS, seed=random.randrange(2**32))
     assert {ask.sampling.temperature for ask in asks} == {0.0, 0.8}
     learned: dict[tuple[int, ...], list[int]] = {}
 
@@ -166,7 +168,7 @@ def test_a_soak_counts_what_it_did_and_finds_nothing_where_nothing_leaks() -> No
     plan = replace(PLAN, job=Job.SOAK, concurrency=(6,), amount=120)
     subject, rig = contender(Mode.INPROCESS, spoil=0.2)
     done: list[int] = []
-    result = Soak(plan, subject, COUNTING_VOCAB, seed=random.randrange(2**32)).run(lambda: None, done.append)
+    result = Soak(plan, subject, PROMPTS, seed=random.randrange(2**32)).run(lambda: None, done.append)
     assert result.complaints == []
     assert result.num_steps >= 120 and done[-1] == result.num_steps
     assert 0 < result.num_cancelled < result.num_requests
@@ -178,7 +180,7 @@ def test_a_soak_finds_a_page_that_nobody_has() -> None:
     plan = replace(PLAN, job=Job.SOAK, concurrency=(4,), amount=20)
     subject, rig = contender(Mode.PLAIN)
     rig.pool.allocate(1)
-    result = Soak(plan, subject, COUNTING_VOCAB, seed=0).run(lambda: None, lambda steps: None)
+    result = Soak(plan, subject, PROMPTS, seed=0).run(lambda: None, lambda steps: None)
     assert "target: 1 pages unaccounted" in result.complaints
     assert "target: 1 pages are not free" in result.complaints
 

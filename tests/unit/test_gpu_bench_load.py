@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 
-from common.errors import TandemError
+from common.errors import ConfigError, TandemError
 from services.target.core.report import StepReport
 from services.target.core.request import RequestFailed
 from services.target.core.step import StepLoop
+from tests.builders_chat import write_tokenizer
 from tests.core_rig import COUNTING_VOCAB, CountingModel, Rig
-from tools.gpu_bench.core_load import Ask, BenchFailed, CoreLoad, random_prompt
+from tools.chat import ChatTokenizer
+from tools.gpu_bench.core_load import Ask, BenchFailed, CoreLoad
 from tools.gpu_bench.differences import Difference, differences
+from tools.gpu_bench.prompts import ChatPrompts, RandomPrompts
 from tools.gpu_bench.step_log import (
     LoggedStep,
     StepLog,
@@ -24,6 +28,7 @@ from tools.gpu_bench.step_log import (
     steady_steps,
     window_tok_s,
 )
+from tools.sample_prompts import SAMPLE_PROMPTS
 
 
 def _rng() -> random.Random:
@@ -41,8 +46,9 @@ def _rig_and_log() -> tuple[Rig, StepLog]:
 def test_a_request_that_ends_is_replaced_until_all_are_through() -> None:
     rng = _rng()
     rig, log = _rig_and_log()
+    prompts = RandomPrompts(COUNTING_VOCAB, 9)
     asks = [
-        Ask(random_prompt(rng, rng.randint(1, 9), COUNTING_VOCAB), rng.randint(1, 12)) for _ in range(20)
+        Ask(prompts.varied(rng), rng.randint(1, 12)) for _ in range(20)
     ]
     done = CoreLoad(rig.loop, rig.scheduler, lambda: False).run(asks, 3)
     for ask, answer in zip(asks, done.answers, strict=True):
@@ -146,3 +152,25 @@ def test_differences_name_the_prompt_and_the_first_position_that_differs() -> No
     other[3][at] += 1
     other[7].pop()
     assert differences(reference, other) == [Difference(3, at), Difference(7, len(reference[7]) - 1)]
+
+
+def test_random_prompts_are_of_the_length_that_was_asked_or_of_any_up_to_it() -> None:
+    rng, prompts = _rng(), RandomPrompts(50, 7)
+    measured = [prompts.measured(rng, number) for number in range(20)]
+    assert {len(prompt) for prompt in measured} == {7}
+    lengths = {len(prompts.varied(rng)) for _ in range(200)}
+    assert lengths == set(range(1, 8))
+    assert max(map(max, measured)) < 50
+
+
+def test_a_trained_models_prompts_are_turns_in_its_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    longest = max(len(tokenizer.encode_chat([{"role": "user", "content": text}])) for text in SAMPLE_PROMPTS)
+    prompts = ChatPrompts(tokenizer, longest)
+    rng = _rng()
+    assert tokenizer.decode(prompts.measured(rng, 4)).count(SAMPLE_PROMPTS[1]) == 1
+    drawn = [prompts.varied(rng) for _ in range(30)]
+    assert max(map(len, drawn)) <= longest and len({tuple(prompt) for prompt in drawn}) > 10
+    with pytest.raises(ConfigError, match=f"prompt_tokens: must be at least {longest}"):
+        ChatPrompts(tokenizer, longest - 1)

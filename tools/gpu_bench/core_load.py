@@ -7,7 +7,6 @@ alone. Knows requests and steps; must not know devices or modes.
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -143,11 +142,6 @@ class CoreLoad:
         return Request(
             request_id, ask.prompt, ask.sampling, ask.max_new_tokens, frozenset(), ask.drafting, emit
         )
-
-
-def random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
-    """Ids without meaning; what they cost does not depend on what they are."""
-    return rng.choices(range(vocab_size), k=num_tokens)
 
 
 def _answered(request: Request, finished: RequestFinished) -> Answered:

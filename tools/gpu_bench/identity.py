@@ -14,9 +14,10 @@ from rich.table import Table
 
 from services.target.core.request import SamplingParams
 from tools.gpu_bench.contender import Contender
-from tools.gpu_bench.core_load import Ask, random_prompt
+from tools.gpu_bench.core_load import Ask
 from tools.gpu_bench.differences import Difference, differences
 from tools.gpu_bench.plan import GpuPlan, Mode
+from tools.gpu_bench.prompts import Prompts
 from tools.gpu_bench.step_log import accept_length
 
 
@@ -44,12 +45,12 @@ class Comparison:
         }
 
 
-def identity_asks(plan: GpuPlan, vocab_size: int, seed: int) -> list[Ask]:
+def identity_asks(plan: GpuPlan, prompts: Prompts, seed: int) -> list[Ask]:
     """plan.amount prompts of mixed lengths; every second one is sampled at temperature 0.8 and plan.top_p."""
     rng = random.Random(seed)
     return [
         Ask(
-            random_prompt(rng, rng.randint(max(1, plan.prompt_tokens // 4), plan.prompt_tokens), vocab_size),
+            prompts.varied(rng),
             plan.max_new_tokens,
             SamplingParams(temperature=0.8 * (number % 2), top_p=plan.top_p, seed=rng.randrange(2**32)),
         )

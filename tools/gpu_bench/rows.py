@@ -18,6 +18,7 @@ What the figures of a row mean:
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 
 from rich.table import Table
@@ -25,9 +26,10 @@ from rich.table import Table
 from services.target.core.request import SamplingParams
 from tools.bench_result import Row, run_rounds
 from tools.gpu_bench.contender import Contender
-from tools.gpu_bench.core_load import Ask, BenchFailed, random_prompt
+from tools.gpu_bench.core_load import Ask, BenchFailed
 from tools.gpu_bench.floor import Floor
 from tools.gpu_bench.plan import GpuPlan, Mode
+from tools.gpu_bench.prompts import Prompts
 from tools.gpu_bench.step_log import (
     accept_length,
     decode_tok_s,
@@ -55,14 +57,14 @@ class RowMeter:
         plan: GpuPlan,
         contenders: Sequence[Contender],
         floor: Floor,
-        vocab_size: int,
+        prompts: Prompts,
         check: Callable[[], None],
     ) -> None:
         """check raises when the run shall end; a round that it cut short is thrown away."""
         self._plan = plan
         self._contenders = {contender.mode: contender for contender in contenders}
         self._floor = floor
-        self._vocab_size = vocab_size
+        self._prompts = prompts
         self._check = check
         self.rows = [Row(mode, level) for level in plan.concurrency for mode in self._contenders]
 
@@ -89,7 +91,8 @@ class RowMeter:
         num_requests = row.concurrency * self._waves(contender.mode)
         contender.take_drafting_ms()
         syncs_before = len(contender.syncs)
-        times, steps = contender.run(self._asks(row, turn, num_requests, num_tokens), row.concurrency)
+        asks = self._asks(row, turn, num_requests, num_tokens)
+        times, steps = contender.run(asks, row.concurrency)
         self._check()
         steady = steady_steps(steps, row.concurrency)
         if not steady:
@@ -101,7 +104,7 @@ class RowMeter:
         length = accept_length(steps)
         if length is not None:
             row.accept_length.append(length)
-        context_len = self._plan.prompt_tokens + num_tokens / 2
+        context_len = statistics.fmean(len(ask.prompt) for ask in asks) + num_tokens / 2
         weights_ms = self._floor.weights_ms(contender.mode)
         kv_ms = self._floor.kv_ms(contender.mode, row.concurrency * context_len)
         more = {
@@ -127,7 +130,7 @@ class RowMeter:
         rng = random.Random(f"{row.concurrency} {turn}")
         return [
             Ask(
-                random_prompt(rng, self._plan.prompt_tokens, self._vocab_size),
+                self._prompts.measured(rng, number),
                 num_tokens,
                 SamplingParams(self._plan.temperature, top_p=self._plan.top_p, seed=number),
             )

@@ -28,12 +28,15 @@ from rich.progress import (
 from rich.text import Text
 
 from common.errors import ConfigError
+from common.model_dir import resolve_model_dir
 from tools.bench_result import Row, as_json, write_json
+from tools.chat import ChatTokenizer
 from tools.gpu_bench.identity import compare_tokens, identity_asks, identity_table
 from tools.gpu_bench.interruption import Interrupted, Interruption
 from tools.gpu_bench.lineup import Lineup
 from tools.gpu_bench.pair import Pair, check_shape
 from tools.gpu_bench.plan import GpuPlan, Job, Mode
+from tools.gpu_bench.prompts import ChatPrompts, Prompts, RandomPrompts
 from tools.gpu_bench.read_speed import read_bandwidth_to_host
 from tools.gpu_bench.rows import RowMeter, phases_of, rows_table, warnings_of
 from tools.gpu_bench.served import TargetProcesses
@@ -91,9 +94,8 @@ class Run:
         try:
             with self.lineup() as lineup, self._progress() as progress:
                 meter = RowMeter(
-                    self.plan, lineup.contenders, floor, self.pair.weights.config.vocab_size,
-                    self.interruption.check,
-                )  # fmt: skip
+                    self.plan, lineup.contenders, floor, self._prompts(), self.interruption.check
+                )
                 task = progress.add_task("", total=meter.num_rounds)
 
                 def show(row: Row) -> None:
@@ -147,7 +149,7 @@ class Run:
 
     def identity(self) -> bool:
         """Tokens with and without drafts; differences are reported, and break nothing."""
-        asks = identity_asks(self.plan, self.pair.weights.config.vocab_size, _SEED)
+        asks = identity_asks(self.plan, self._prompts(), _SEED)
         with self.lineup() as lineup, self._progress() as progress:
             task = progress.add_task("", total=None)
 
@@ -168,7 +170,7 @@ class Run:
         try:
             with self.lineup() as lineup, self._progress() as progress:
                 (subject,) = lineup.contenders
-                soak = Soak(self.plan, subject, self.pair.weights.config.vocab_size, _SEED)
+                soak = Soak(self.plan, subject, self._prompts(), _SEED)
                 task = progress.add_task(f"soak, {subject.mode}", total=self.plan.amount)
                 soak.run(self.interruption.check, lambda steps: progress.update(task, completed=steps))
                 events = [f"link: {event}, {count} times" for event, count in lineup.events.counts.items()]
@@ -203,6 +205,12 @@ class Run:
         gc.freeze()
         self.console.print(f"{', '.join(self.plan.modes)}: ready after {time.monotonic() - began_s:.0f} s")
         return lineup
+
+    def _prompts(self) -> Prompts:
+        if self.plan.model is None:
+            return RandomPrompts(self.pair.weights.config.vocab_size, self.plan.prompt_tokens)
+        directory = resolve_model_dir(self.plan.model, field="model")
+        return ChatPrompts(ChatTokenizer(directory), self.plan.prompt_tokens)
 
     def _warn(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -16,8 +16,9 @@ import torch
 
 from services.target.core.request import Request, SamplingParams
 from tools.gpu_bench.contender import Contender
-from tools.gpu_bench.core_load import Ask, random_prompt
+from tools.gpu_bench.core_load import Ask
 from tools.gpu_bench.plan import GpuPlan
+from tools.gpu_bench.prompts import Prompts
 
 _LEGS = 20
 # What the first legs allocate is kept: caches of kernels, arenas of the interpreter.
@@ -70,12 +71,11 @@ class SoakResult:
 class Soak:
     """Puts one contender through it."""
 
-    def __init__(self, plan: GpuPlan, contender: Contender, vocab_size: int, seed: int) -> None:
-        """plan.amount steps at plan.concurrency; prompts up to plan.prompt_tokens and answers up to
-        plan.max_new_tokens long."""
+    def __init__(self, plan: GpuPlan, contender: Contender, prompts: Prompts, seed: int) -> None:
+        """plan.amount steps at plan.concurrency; answers are up to plan.max_new_tokens long."""
         self._plan = plan
         self._contender = contender
-        self._vocab_size = vocab_size
+        self._prompts = prompts
         self._rng = random.Random(seed)
         self._leg_steps = 0
         self.result = SoakResult(0, 0, 0, 0, [], [])
@@ -102,8 +102,7 @@ class Soak:
 
     def _asks(self, num_steps: int) -> Iterator[Ask]:
         while self._leg_steps < num_steps:
-            prompt_len = self._rng.randint(1, self._plan.prompt_tokens)
-            prompt = random_prompt(self._rng, prompt_len, self._vocab_size)
+            prompt = self._prompts.varied(self._rng)
             seed = self._rng.randrange(2**32)
             sampled = SamplingParams(temperature=0.8, top_p=self._plan.top_p, seed=seed)
             sampling = self._rng.choice((SamplingParams(), sampled))

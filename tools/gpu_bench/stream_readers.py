@@ -21,7 +21,8 @@ from pathlib import Path
 
 from common.errors import TandemError
 from tools.closed_loop import at_once
-from tools.gpu_bench.core_load import BenchFailed, random_prompt
+from tools.gpu_bench.core_load import BenchFailed
+from tools.gpu_bench.prompts import RandomPrompts
 from tools.target_client import GenerateOptions, ReceivedDelta, TargetClient
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,8 @@ class StreamLoad:
     vocab_size: int
 
     def prompt(self, number: int) -> list[int]:
-        return random_prompt(random.Random(f"{self.seed} {number}"), self.prompt_tokens, self.vocab_size)
+        prompts = RandomPrompts(self.vocab_size, self.prompt_tokens)
+        return prompts.measured(random.Random(f"{self.seed} {number}"), number)
 
 
 class StreamReaders:

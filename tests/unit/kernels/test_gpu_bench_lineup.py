@@ -15,16 +15,18 @@ from services.drafter.model.dflash_weights import Draft
 from services.target.model.llama import LlamaWeights
 from tests.fakes_draft import PagedDFlash
 from tests.fakes_kernels import PagedLlama
-from tools.gpu_bench.core_load import Ask, random_prompt
+from tools.gpu_bench.core_load import Ask
 from tools.gpu_bench.identity import compare_tokens, identity_asks
 from tools.gpu_bench.lineup import Lineup
 from tools.gpu_bench.pair import Pair
 from tools.gpu_bench.plan import GpuPlan, Job, Mode
+from tools.gpu_bench.prompts import RandomPrompts
 from tools.gpu_bench.sizes import Sizes
 from tools.gpu_bench.soak import Soak
 from tools.gpu_bench.step_log import accept_length
 
 CPU = torch.device("cpu")
+PROMPTS = RandomPrompts(192, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,7 @@ def asks(count: int, num_tokens: int) -> list[Ask]:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
-    return [Ask(random_prompt(rng, rng.randint(1, 6), 192), num_tokens) for _ in range(count)]
+    return [Ask(PROMPTS.varied(rng), num_tokens) for _ in range(count)]
 
 
 def test_drafting_in_the_process_changes_no_token_and_leaves_nothing_behind() -> None:
@@ -88,7 +90,7 @@ def test_a_synthetic_accept_length_is_what_verifies_get() -> None:
 def test_drafts_that_are_mostly_right_change_no_token_alone_or_in_company() -> None:
     given = plan(job=Job.IDENTITY, amount=2)
     with lineup(given) as built:
-        wanted = identity_asks(given, 192, seed=random.randrange(2**32))
+        wanted = identity_asks(given, PROMPTS, seed=random.randrange(2**32))
         found = compare_tokens(
             given, built.contenders, wanted, built.learn, lambda: None, lambda mode, level: None
         )
@@ -101,7 +103,7 @@ def test_drafts_that_are_mostly_right_change_no_token_alone_or_in_company() -> N
 def test_a_soak_with_drafts_in_the_process_ends_with_everything_free() -> None:
     given = plan(job=Job.SOAK, modes=(Mode.INPROCESS,), amount=20)
     with lineup(given) as built:
-        result = Soak(given, built.contenders[0], 192, seed=random.randrange(2**32)).run(
+        result = Soak(given, built.contenders[0], PROMPTS, seed=random.randrange(2**32)).run(
             lambda: None, lambda steps: None
         )
     assert result.complaints == []

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from common.errors import ConfigError
-from tests.unit.test_gpu_bench_jobs import PLAN, contender
+from tests.unit.test_gpu_bench_jobs import PLAN, PROMPTS, contender
 from tools.gpu_bench.contender import Contender
 from tools.gpu_bench.interruption import Interrupted, Interruption
 from tools.gpu_bench.pair import Pair, check_shape
@@ -47,16 +47,9 @@ def run_of(plan: GpuPlan, json_path: Path, monkeypatch: pytest.MonkeyPatch) -> t
     )  # fmt: skip
     ready = Ready([contender(mode)[0] for mode in plan.modes])
     monkeypatch.setattr(run, "lineup", lambda: ready)
+    # Prompts that the counting model knows, whatever the pair's vocabulary.
+    monkeypatch.setattr(run, "_prompts", lambda: PROMPTS)
     return run, shown
-
-
-@pytest.fixture(autouse=True)
-def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that the counting model knows, whatever the pair's vocabulary."""
-    for module in ("rows", "identity", "soak"):
-        monkeypatch.setattr(
-            f"tools.gpu_bench.{module}.random_prompt", lambda rng, count, vocab: [rng.randrange(64)] * count
-        )
 
 
 def test_rows_are_shown_and_written_with_all_that_was_promised(
