@@ -60,8 +60,9 @@ JOINT_FRAME_TOKENS_MAX = 1 << 16
 JOINT_BACKLOG_BYTES_MAX = 64 * 1024 * 1024
 # Ended calls and refusals in one report; there is another report when there are more.
 REPORT_ENTRIES_MAX = 1024
-# A front reports four times a second. One that says nothing for this long hangs, and is replaced.
-FRONT_SILENCE_S = 5.0
+# A front reports four times a second. One that says nothing for this long hangs, and is replaced: no load
+# that a machine can bear keeps it from a turn for so long.
+FRONT_SILENCE_S = 10.0
 # Python and gRPC take half a second to load, several on a machine that is busy.
 FRONT_START_DEADLINE_S = 60.0
 # Before a front that was lost is started again: doubled from the least to the most while it keeps ending

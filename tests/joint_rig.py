@@ -53,6 +53,8 @@ async def joined(
     _, front_end = await asyncio.get_running_loop().create_connection(CoreClient, sock=theirs)
     joint = Joint(core_end, front_end, heard, asyncio.ensure_future(core_end.run()))
     core.announce = core_end.announce
+    core_end.welcome(core_pb2.Welcome(front=3))
+    assert (await front_end.welcome).front == 3
     yield joint
     joint.running.cancel()
     await asyncio.gather(joint.running, return_exceptions=True)
