@@ -107,6 +107,7 @@ class DeviceDraftEngine:
                 ("pages", self._enter_pages),
             ],
         )
+        self._try_what_is_not_recorded()
 
     # --- the ring ------------------------------------------------------------------------------------
 
@@ -259,6 +260,15 @@ class DeviceDraftEngine:
     @torch.inference_mode()
     def _capture(self, graphs: Graphs, bodies: list[tuple[Hashable, Callable[[], None]]]) -> None:
         graphs.capture_all(bodies, self._on_captured)
+
+    def _try_what_is_not_recorded(self) -> None:
+        """A kernel is loaded when it first runs, which waits for all that the device has to do: not for a
+        target's states, then. Which kernel fills a lane depends on where it lies."""
+        for lane in range(self.sentinel_lane):
+            self.join(lane, 0)
+        self.clean([0])
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

@@ -126,6 +126,10 @@ class DeviceEngine:
         self._handover: HandOver | None = None
         self._plain = self._capture(self._plain_buffers, 1, None)
         self._drafting: Graphs | None = None
+        # Its kernel is loaded when it first runs, which waits for all that the device has to do: not for a
+        # drafter, then. The rest of what is not recorded are copies.
+        self.zero_pages([0])
+        self._wait_for_device()
 
     def prepare_drafting(self, draft: DraftContract, ring: Ring) -> None:
         """Capture the graphs that verify this draft's blocks and hand states over through this ring. Waits
