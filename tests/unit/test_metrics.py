@@ -99,6 +99,22 @@ def test_a_step_adds_up(metrics: Metrics) -> None:
     assert found['step_time_seconds_count{phase="prefill"}'] == 0
 
 
+def test_many_observations_at_once_are_those_one_by_one(metrics: Metrics) -> None:
+    buckets = (0.1, 1.0, 10.0)
+    one_by_one = metrics.histogram("a", "a", buckets)
+    at_once = metrics.histogram("b", "b", buckets)
+    # On a bound, between, beyond the last; one of them never.
+    observations = [(0.1, 3), (0.10001, 1), (1.0, 2), (50.0, 4), (7.0, 0)]
+    for value, count in observations:
+        for _ in range(count):
+            one_by_one.observe(value)
+    at_once.observe_all(observations)
+    found = {name.removeprefix(PREFIX + "_"): value for name, value in samples(metrics.registry).items()}
+    a, b = ({n[1:]: v for n, v in found.items() if n[0] == letter} for letter in "ab")
+    assert a == pytest.approx(b)
+    assert found["a_count"] == 10
+
+
 def test_a_request_is_observed_from_first_token_to_end(metrics: Metrics) -> None:
     now = 100.0
     request = Request("r", [1, 2, 3], SamplingParams(), 8, frozenset(), True, emit=print, clock=lambda: now)
@@ -108,6 +124,8 @@ def test_a_request_is_observed_from_first_token_to_end(metrics: Metrics) -> None
     observer.observe_tokens(request, 4, 0.4)
     observer.observe_finished(request, request.finish(FinishReason.LENGTH))
     observer.observe_failed(request, "non_finite")
+    stats = CoreStats(num_running=0, num_waiting=0, num_pages=8, num_pages_free=8, pages_unaccounted=0)
+    observer.observe_step(StepReport(num_requests=1), stats)
     found = {name.removeprefix(PREFIX + "_"): value for name, value in samples(metrics.registry).items()}
     assert found["time_to_first_token_seconds_sum"] == 3
     assert found["inter_token_latency_seconds_count"] == 4

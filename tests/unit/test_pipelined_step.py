@@ -117,6 +117,15 @@ def test_a_right_draft_is_accepted_whole_wherever_its_request_stands_in_the_batc
         assert tape.finished.num_accepted_tokens == sum(tape.from_draft) == 31
 
 
+@pytest.mark.parametrize("kind", ["ring", "messages"])
+def test_a_draft_is_wanted_as_long_as_one_token_of_it_may_be_committed(kind: str) -> None:
+    rig = build_rig(kind)
+    (tape,) = rig.run([Ask(PROMPT, 3)])
+    assert tape.from_draft == [False, True, False]
+    (tape,) = build_rig(kind).run([Ask(PROMPT, 2)])
+    assert tape.from_draft == [False, False]
+
+
 def test_a_request_that_is_aborted_frees_all_at_once_though_it_is_on_its_way() -> None:
     rig = build_rig("ring", num_running_max=1)
     runs, waits = rig.submit(Ask(PROMPT, 30)), rig.submit(Ask([1, 2], 5))
@@ -182,10 +191,13 @@ def test_logits_that_are_not_finite_end_their_own_request_only(kind: str) -> Non
 def test_a_block_with_logits_that_are_not_finite_is_computed_again_without_its_draft(kind: str) -> None:
     ask, tokens = _ask_that_fails(0.01)
     rig = build_rig(kind, Habits(block_sizes=(8,)), nan_share=0.01)
+    restarts: list[int] = []
+    restart = rig.scheduler.restart
+    rig.scheduler.restart = lambda r, n: (restarts.append(n), restart(r, n))[1]  # type: ignore[method-assign]
     (tape,) = rig.run([ask])
     assert tape.tokens == tokens
     plain = [reason for report in rig.observer.reports for reason in report.plain]
-    assert plain.count(PlainReason.NON_FINITE) >= 1
+    assert plain.count(PlainReason.NON_FINITE) == len(restarts) >= 1
 
 
 def test_the_report_is_of_the_step_that_was_read() -> None:

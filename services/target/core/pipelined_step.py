@@ -255,7 +255,8 @@ class PipelinedStepLoop(RequestLoop):
             # It may be its draft's fault, or lie past its end: the position is computed again without (I1).
             self._scheduler.restart(request, request.committed_len - 1)
         else:
-            ride.is_over = True
+            # Preempted meanwhile: it is computed again anyway, and this was the last that it had in flight.
+            assert ride.num_in_flight == 0
         self._engine.zero_pages([_SENTINEL_PAGE, *pages])
         return Outcome(request, None, num_drafts, events)
 

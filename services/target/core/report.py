@@ -13,7 +13,8 @@ from services.target.core.request import Request, RequestFinished
 class StepReport:
     """One step. verifies holds (num_draft_tokens, num_accepted) per verify.
 
-    The four times, in seconds, are apart from each other and add up to the step.
+    The four times, in seconds, are apart from each other and add up to the step. In a loop that launches
+    ahead, forward_s and draft_wait_s are the device's, and the other two are the host's beside it.
     """
 
     num_rows: int = 0
@@ -25,10 +26,10 @@ class StepReport:
     captured_bytes: int = 0
     num_preemptions: int = 0
     extends: bool = False
-    """Whether some request ran more than one of its own tokens (a prompt, a recompute), whoever else
-    decoded beside it: then forward_s is no measure of a decode step."""
+    """Whether some request ran more than one of its own tokens (a prompt, a recompute), or ran them apart
+    from those who decoded: then forward_s is no measure of a decode step."""
     draft_wait_s: float = 0.0
-    """Collecting the drafts."""
+    """Collecting the drafts, or the device's waiting for them."""
     forward_s: float = 0.0
     """Laying out the rows, the model's forward, choosing tokens."""
     commit_s: float = 0.0
@@ -57,7 +58,7 @@ class Observer(Protocol):
     def observe_first_token(self, request: Request) -> None: ...
 
     def observe_tokens(self, request: Request, count: int, interval_s: float) -> None:
-        """`count` tokens were committed `interval_s` after the previous ones."""
+        """`count` tokens were committed `interval_s` after the previous ones; before the step's report."""
 
     def observe_finished(self, request: Request, finished: RequestFinished) -> None: ...
 
