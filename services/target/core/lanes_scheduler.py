@@ -2,10 +2,13 @@
 
 A running request has a lane. It extends while the host knows tokens whose K/V is not stored, and then
 decodes: from there the device alone knows its anchor, and the host knows bounds. Pages are reserved for
-the highest position that the launch may reach. When they run out, what is only a guess is worth nobody's
-pages: first the draft is left out, then a request whose position is a bound sits out until it is known.
-Where a known token asks, the youngest request is preempted: it gives lane and pages back, what is still
-in flight for it is committed all the same, and then it recomputes.
+the highest position that the launch may reach, though not past the last one whose K/V is ever read: rows
+beyond it fall on the sentinel page, and what is chosen there is never committed.
+
+When pages run out, what is only a guess is worth nobody's: first the draft is left out, then a request
+whose position is a bound sits out until it is known. Where a known token asks, the youngest request is
+preempted: it gives lane and pages back, what is still in flight for it is committed all the same, and
+then it recomputes.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class Ride:
     @property
     def room_max(self) -> int:
         """Tokens that may still be committed by launches to come."""
-        return self.request.room - self.num_in_flight
+        return self.request.len_max - len(self.request.tokens) - self.num_in_flight
 
     def launched(self, num_tokens_max: int) -> None:
         """One more launch chooses tokens for it, so many at most."""
@@ -164,18 +167,16 @@ class LanesScheduler(Roster):
         request = self._waiting[0]
         if request.ride is not None and request.ride.num_in_flight:
             return False
-        num_tokens = min(request.committed_len + width, _stored_len_max(request))
+        num_tokens = min(request.committed_len + width, request.len_max - 1)
         return self.pool.pages_for(num_tokens) <= self.pool.num_free
 
     def _plan_decode(self, plan: Plan, ride: Ride, width: int) -> None:
         request = ride.request
         if ride.room_max <= 0:
             return
-        position, stored_len_max = ride.position_max, _stored_len_max(request)
-        num_tokens = min(position + width, stored_len_max)
-        assert request.page_table is not None
-        may_draft = num_tokens <= request.page_table.capacity or self._reserve(plan, ride, num_tokens)
-        if not may_draft and not self._reserve(plan, ride, min(position + 1, stored_len_max)):
+        position = ride.position_max
+        may_draft = self._reserve(plan, ride, min(position + width, request.len_max - 1))
+        if not may_draft and not self._reserve(plan, ride, min(position + 1, request.len_max - 1)):
             if ride.num_in_flight or not self._preempt_for(plan, ride, request.committed_len):
                 return
         plan.decodes.append(ride)
@@ -227,9 +228,3 @@ class LanesScheduler(Roster):
 def _ride(request: Request) -> Ride:
     assert request.ride is not None
     return request.ride
-
-
-def _stored_len_max(request: Request) -> int:
-    """Tokens whose K/V is ever used: the last one is only told. Rows past them fall on the sentinel page or
-    on the rest of the last one, and what is chosen there is never committed."""
-    return request.len_max - 1

@@ -240,9 +240,10 @@ class PipelinedStepLoop(RequestLoop):
         num_drafts = min(num_drafts, request.room - 1)
         num_accepted = min(num_drafts, len(tokens) - 1)
         verified = end_at_stop(tokens[: num_accepted + 1], num_accepted, request.stop_token_ids)
+        events = self._commit(request, verified, num_drafts)
         if request.phase is Phase.RUNNING:
-            request.cached_len = request.committed_len - 1 + len(verified.tokens)
-        return Outcome(request, verified, num_drafts, self._commit(request, verified, num_drafts))
+            request.cached_len = len(request.tokens) - 1
+        return Outcome(request, verified, num_drafts, events)
 
     def _refuse(self, ride: Ride, num_drafts: int) -> Outcome:
         """What was chosen from logits that are not finite is no token of the request's."""
