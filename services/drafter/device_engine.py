@@ -88,6 +88,7 @@ class DeviceDraftEngine:
             zeros(num_lanes + 1), zeros(num_lanes + 1), zeros(num_lanes + 1, width), page_size,
             context_len_max, context_len_max + c.block_size,
         )  # fmt: skip
+        self._joins: list[tuple[int, int]] = []
         self._counts = zeros(num_rows_max)
         self._control = LaunchControl(num_rows_max, num_lanes, num_pages, self.device)
         self._control.reset()
@@ -142,12 +143,9 @@ class DeviceDraftEngine:
     # --- a step --------------------------------------------------------------------------------------
 
     def join(self, lane: int, start_position: int) -> None:
-        """Begin a lane: its context is empty and starts here, its page table holds no page. Never waits."""
+        """Begin a lane in the next launch's turn: its context is empty and starts here, it has no page."""
         assert 0 <= lane < self.sentinel_lane, f"lane {lane} of {self.sentinel_lane}"
-        with self._on_stream():
-            self._lanes.start[lane].fill_(start_position)
-            self._lanes.context_len[lane].fill_(start_position)
-            self._lanes.page_table[lane].zero_()
+        self._joins.append((lane, start_position))
 
     @torch.inference_mode()
     def launch(
@@ -166,6 +164,7 @@ class DeviceDraftEngine:
             # Nothing but the copy stands before: a kernel would take the GPU from the target in mid-step.
             enter()
             self._control.mark_begun(ticket)
+            self._begin_lanes()
             if work.pages:
                 self._graphs.replay("pages")
             if work.appends:
@@ -253,6 +252,13 @@ class DeviceDraftEngine:
 
     # --- leaves --------------------------------------------------------------------------------------
 
+    def _begin_lanes(self) -> None:
+        for lane, start_position in self._joins:
+            self._lanes.start[lane].fill_(start_position)
+            self._lanes.context_len[lane].fill_(start_position)
+            self._lanes.page_table[lane].zero_()
+        self._joins.clear()
+
     def _replay_over_ring(self, kind: str, size: int) -> None:
         assert self._ring_graphs is not None, "no ring is attached"
         self._ring_graphs.replay((kind, size))
@@ -266,6 +272,8 @@ class DeviceDraftEngine:
         target's states, then. Which kernel fills a lane depends on where it lies."""
         for lane in range(self.sentinel_lane):
             self.join(lane, 0)
+        with self._on_stream():
+            self._begin_lanes()
         self.clean([0])
         if self.stream is not None:
             self.stream.synchronize()

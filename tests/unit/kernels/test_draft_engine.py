@@ -95,6 +95,25 @@ def test_rows_that_nobody_takes_touch_no_context(rig: DraftRig) -> None:
     assert rig.step([], [Row(0, 4, 0), Row(1, 6, 0)]) == [Outcome.OK] * 2
 
 
+def test_a_lane_begins_in_its_launchs_turn_and_not_before(rig: DraftRig) -> None:
+    """Ahead of the wait for the target's states, what fills a lane would take the GPU in mid-step."""
+    rig.join(0, 0)
+    assert rig.step([], [Row(0, 0, 4)]) == [Outcome.OK]
+    lanes = rig.engine._lanes
+    seen = []
+
+    def look() -> None:
+        seen.append((lanes.start[0].item(), lanes.context_len[0].item(), bool(lanes.page_table[0].any())))
+
+    rig.engine.join(0, 7)
+    look()
+    rig.engine.results_to_host(rig.engine.launch(DraftWork(), enter=look, leave=look))
+    assert seen == [(0, 4, True), (0, 4, True), (7, 7, False)]
+    rig.ring.base[0], rig.ring.count[0] = 7, 2
+    work = DraftWork(lanes=[0], begins=[False], blocks=False)
+    assert rig.engine.results_to_host(rig.engine.launch(work)).rows[0].context_len == 9
+
+
 def test_launches_may_be_in_flight_together_but_not_without_end(rig: DraftRig) -> None:
     rig.join(0, 0)
     tickets = []
