@@ -30,7 +30,8 @@ log = get_log("device_links")
 _RUN_OUT_POLL_S = 0.01
 # What was launched is some milliseconds of work once its waits are released.
 _RUN_OUT_DEADLINE_S = 10.0
-_TAKEN = Mismatch("transport", "TRANSPORT_INLINE while another target has the GPU", "TRANSPORT_DEVICE")
+# One target at a time works over a ring; another may go on by messages.
+RING_TAKEN = Mismatch("target_instance_id", "the target that streams", "another one")
 
 
 class RingSource(Protocol):
@@ -86,7 +87,7 @@ class DeviceLinks:
             if held is not None:
                 if held.end_stream is not None:
                     if held.target_instance_id != target_instance_id:
-                        raise RingRefused(_TAKEN)
+                        raise RingRefused(RING_TAKEN)
                     held.end_stream(Unavailable("a newer connection of this target has taken over"))
                 self.lose(held)
             await self._all_run_out()

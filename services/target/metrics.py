@@ -45,7 +45,7 @@ BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 CONTRACT_FIELDS = (
     "protocol_version", "transport", "drafter_instance_id", "hidden_size", "num_layers", "vocab_rows",
     "dtype", "captured_layer_ids", "block_size", "num_draft_tokens", "mask_token_id", "context_len_max",
-    "weights_fingerprint", "gpu_uuid", "socket_path", "ring", "other",
+    "weights_fingerprint", "target_instance_id", "gpu_uuid", "socket_path", "ring", "other",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 import pytest
@@ -20,6 +21,7 @@ from common.handoff.flags import FlagMemory, FlagPair
 from common.handoff.ring import RingShape
 from common.handoff.ring_offer import RingOffer, decode_ring_offer
 from common.pb.tandem.v1 import drafter_pb2 as pb
+from services.drafter.device_links import RING_TAKEN
 from services.drafter.ring_mapping import MappedRing, RingMapping, RingRefused
 from services.target.core.device_drafter import DeviceDrafter
 from services.target.core.drafter_status import LinkState
@@ -40,6 +42,12 @@ LARGEST = RingShape(8, 4, 3, 32, torch.float32, 64)
 DEADLINE_S = 0.3
 
 
+class Maps(Protocol):
+    """What the drafter takes rings up with."""
+
+    def map(self, offer: RingOffer) -> MappedRing: ...
+
+
 class DeviceScriptedDrafter(ScriptedDrafter):
     """Takes rings up as the real one does, and drafts into them by counting from the anchors there."""
 
@@ -47,7 +55,7 @@ class DeviceScriptedDrafter(ScriptedDrafter):
 
     def __init__(self) -> None:
         super().__init__(TARGET, DRAFT)
-        self.mapping: RingMapping | None = RingMapping(self, LARGEST)  # type: ignore[arg-type]
+        self.mapping: Maps | None = RingMapping(self, LARGEST)  # type: ignore[arg-type]
         self.mapped: MappedRing | None = None
         self.offers: list[RingOffer] = []
         self.second_instance_id: str | None = None
@@ -236,6 +244,14 @@ def no_gpu(scripted: DeviceScriptedDrafter, device: FakeRingDevice) -> None:
     scripted.mapping = None
 
 
+def taken(scripted: DeviceScriptedDrafter, device: FakeRingDevice) -> None:
+    class Taken:
+        def map(self, offer: RingOffer) -> MappedRing:
+            raise RingRefused(RING_TAKEN)
+
+    scripted.mapping = Taken()
+
+
 def smaller(scripted: DeviceScriptedDrafter, device: FakeRingDevice) -> None:
     scripted.mapping = RingMapping(scripted, replace(LARGEST, num_rows=3))  # type: ignore[arg-type]
 
@@ -249,6 +265,7 @@ CAUSES = pytest.mark.parametrize(
     [
         (other_gpu, "other_gpu", "gpu_uuid"),
         (no_gpu, "no_device", "transport"),
+        (taken, "taken", "target_instance_id"),
         (smaller, "refused", "ring"),
         (no_memory, "no_memory", "transport"),
     ],

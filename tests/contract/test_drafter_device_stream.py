@@ -300,7 +300,7 @@ async def test_a_second_target_is_refused_the_ring_and_served_by_messages(
                 with pytest.raises(grpc.aio.AioRpcError) as error:
                     await attach(two)
                 assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-                assert (error.value.details() or "").startswith("transport: ours TRANSPORT_INLINE while")
+                assert (error.value.details() or "").startswith("target_instance_id: ours the target that streams")
                 async with two.stream() as by_messages:
                     assert outcomes_of(await by_messages.ask(two.first_message(1, num_rows=6))) == {1: "OK"}
             await stream.call.write(goes_on(one, 7, 2))

@@ -23,7 +23,10 @@ from services.target.core.ring_owner import Offering, RingUnavailable
 log = get_log("drafter_negotiation")
 
 # The reason for the field that a drafter names first.
-_BY_FIELD = {"transport": "no_device", "gpu_uuid": "other_gpu", "socket_path": "unreachable"}
+_BY_FIELD = {
+    "transport": "no_device", "gpu_uuid": "other_gpu", "target_instance_id": "taken",
+    "socket_path": "unreachable",
+}  # fmt: skip
 
 
 class RingOffers(Protocol):

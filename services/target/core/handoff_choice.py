@@ -6,10 +6,10 @@ import enum
 
 # Labels of handoff_fallbacks_total: why steps go inline although the device was asked for. The first three
 # are the target's: no driver or no support in it, no memory, no directory for the socket. Then the
-# drafter's: no device there, another GPU, the socket not reached, another refusal.
+# drafter's: no device there, another GPU, taken by another target, the socket not reached, another refusal.
 FALLBACKS = (
     "unsupported", "no_memory", "no_socket",
-    "no_device", "other_gpu", "unreachable", "refused",
+    "no_device", "other_gpu", "taken", "unreachable", "refused",
 )  # fmt: skip
 
 
