@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from common import limits
@@ -26,8 +26,10 @@ class DrafterSettings(ServiceSettings):
     target_model: str = Field(
         description="the target's checkpoint, for its embedding and lm_head: a directory or a Hugging Face id"
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="element type of weights, KV and captured hidden states; the target's"
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="element type of weights, KV and captured hidden states, the same as the target's; "
+        "default: float32 on a cpu, else bfloat16",
     )
     num_sessions_max: int = Field(
         64, ge=1, le=limits.SESSIONS_MAX, description="sessions that may be open at once"
@@ -46,13 +48,26 @@ class DrafterSettings(ServiceSettings):
         description="seconds after which a session that no message named is closed",
     )  # fmt: skip
 
+    @model_validator(mode="after")
+    def _check_device(self) -> DrafterSettings:
+        if self.device != "cpu" and self.dtype == "float32":
+            raise ConfigError("dtype", "must be bfloat16 with --device cuda", given=self.dtype)
+        return self
+
+    @property
+    def dtype_name(self) -> str:
+        """`dtype`, resolved."""
+        return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+
     @property
     def served_name(self) -> str:
         """What metrics call the model: the last part of its directory or id."""
         return PurePath(self.model).name
 
     def check_capacity(self, block_size: int) -> None:
-        """ConfigError unless at least one session could draft: a row of context and a block."""
-        least = max(self.page_size, -(-(block_size + 1) // self.page_size) * self.page_size)
+        """ConfigError unless at least one session could draft: a row of context and a block; on a GPU, where
+        a step stores a whole block of states before it is known how many are context, another block."""
+        num_rows = 1 + block_size * (1 if self.device == "cpu" else 2)
+        least = -(-num_rows // self.page_size) * self.page_size
         if self.kv_tokens < least:
             raise ConfigError("kv_tokens", f"must be at least {least} (one session)", given=self.kv_tokens)

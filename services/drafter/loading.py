@@ -57,7 +57,7 @@ class LoadedDrafter:
 def load_drafter(settings: DrafterSettings) -> LoadedDrafter:
     """Read and check both checkpoints, allocate the cache. Raises ConfigError or CheckpointError."""
     confine_tensor_work()
-    dtype = dtype_from_name(settings.dtype)
+    dtype = dtype_from_name(settings.dtype_name)
     device = find_device(settings.device, dtype)
     draft_dir = resolve_model_dir(settings.model, field="model")
     target_dir = resolve_model_dir(settings.target_model, field="target_model")

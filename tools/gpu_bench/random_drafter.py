@@ -27,7 +27,7 @@ def load_random(settings: DrafterSettings, shape: str) -> LoadedDrafter:
     """The drafter that fits the bench's random target of this shape."""
     check_shape(shape)
     confine_tensor_work()
-    dtype = dtype_from_name(settings.dtype)
+    dtype = dtype_from_name(settings.dtype_name)
     shared, target = random_shared(shape, dtype, find_device(settings.device, dtype))
     return drafter_on_gpu(settings, random_draft(shape, shared, target), shared, target)
 
