@@ -19,7 +19,7 @@ def test_the_element_type_follows_the_device_unless_it_is_given() -> None:
     assert load().dtype_name == "float32"
     assert load("--dtype", "bfloat16").dtype_name == "bfloat16"
     assert load("--device", "cuda:1").dtype_name == "bfloat16"
-    with pytest.raises(ConfigError, match="^dtype: must be bfloat16 with --device cuda, got float32$"):
+    with pytest.raises(ConfigError, match="^dtype: must be bfloat16 with --device cuda, got 'float32'$"):
         load("--device", "cuda", "--dtype", "float32")
 
 
