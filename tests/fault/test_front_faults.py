@@ -343,7 +343,7 @@ class _Observer:
 async def test_a_front_that_says_nothing_for_too_long_is_replaced(
     tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "FRONT_SILENCE_S", 0.6)
+    monkeypatch.setattr(limits, "FRONT_SILENCE_S", 1.0)
     async with serving_here(tiny_pair) as (serving, settings, _):
         async with open_channel(settings.listen_address) as channel:
             stub = target_pb2_grpc.TargetServiceStub(channel)
