@@ -17,8 +17,7 @@ _SPLIT_STEP = 64
 class Tile:
     """block_n rows of the weight times block_m rows of x, block_k of K at a time.
 
-    swap: the weight is the first operand of the matrix instruction. prefetch_k: columns of each weight row
-    that are asked for in L2 before the previous kernel has ended.
+    prefetch_k: columns of each weight row that are asked for in L2 before the previous kernel has ended.
     """
 
     block_n: int
@@ -26,7 +25,6 @@ class Tile:
     block_m: int
     num_stages: int
     num_warps: int = 4
-    swap: bool = True
     prefetch_k: int = 0
 
 

@@ -28,7 +28,7 @@ from common.kernels.small_gemm import tile_product
 def _best_of_tiles(
     x, w, best, num_rows, n, k, x_stride, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     tile = tl.program_id(0) // row_tiles
@@ -37,19 +37,14 @@ def _best_of_tiles(
     admit_next(PDL)
     logits = tile_product(
         x, w, num_rows, n, k, x_stride, first_row, tile * BLOCK_N, 0, k,
-        BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVEN_K,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
     )  # fmt: skip
     # Key and id apart: packed in int64 they would take twice the registers.
     keys = order_key(logits.to(x.dtype.element_ty).to(tl.float32))
     ids = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if SWAP:
-        keys = tl.where((ids < n)[:, None], keys, LOWEST_KEY)
-        highest = tl.max(keys, axis=0)
-        first = tl.min(tl.where((keys == highest[None, :]) & (ids < n)[:, None], ids[:, None], n), axis=0)
-    else:
-        keys = tl.where((ids < n)[None, :], keys, LOWEST_KEY)
-        highest = tl.max(keys, axis=1)
-        first = tl.min(tl.where((keys == highest[:, None]) & (ids < n)[None, :], ids[None, :], n), axis=1)
+    keys = tl.where((ids < n)[:, None], keys, LOWEST_KEY)
+    highest = tl.max(keys, axis=0)
+    first = tl.min(tl.where((keys == highest[None, :]) & (ids < n)[:, None], ids[:, None], n), axis=0)
     winner = pack_choice(highest, first)
     rows = first_row + tl.arange(0, BLOCK_M)
     tl.store(best + rows * num_tiles + tile, winner, mask=rows < num_rows)
@@ -93,7 +88,7 @@ def greedy_head(
     _best_of_tiles[(num_tiles * triton.cdiv(num_rows, tile.block_m),)](
         x, lm_head, best, num_rows, n, k, x.stride(0), num_tiles,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SWAP=tile.swap, EVEN_K=k % tile.block_k == 0, PDL=pdl,
+        EVEN_K=k % tile.block_k == 0, PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip
     _best_of_rows[(num_rows,)](

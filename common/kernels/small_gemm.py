@@ -40,12 +40,12 @@ class GemmWorkspace:
 def tile_product(
     x, w, num_rows, n, k, x_stride, first_row, first_n, first_k, end_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Rows [first_row, +BLOCK_M) of x times rows [first_n, +BLOCK_N) of w over [first_k, end_k).
 
-    fp32, `[BLOCK_N, BLOCK_M]` when SWAP, else `[BLOCK_M, BLOCK_N]`. Rows of x at num_rows and beyond are
-    not read and give 0; rows of w at n and beyond give those of another row.
+    fp32, `[BLOCK_N, BLOCK_M]`. Rows of x at num_rows and beyond are not read and give 0; rows of w at n
+    and beyond give those of another row.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     weight_rows = (first_n + tl.arange(0, BLOCK_N)) % n
@@ -53,10 +53,7 @@ def tile_product(
     x_places = x + rows[:, None] * x_stride + steps[None, :]
     w_places = w + weight_rows[:, None].to(tl.int64) * k + steps[None, :]
     present = (rows < num_rows)[:, None]
-    if SWAP:
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(first_k, end_k, BLOCK_K):
         if EVEN_K:
             w_tile = tl.load(w_places)
@@ -65,10 +62,7 @@ def tile_product(
             inside = (step + tl.arange(0, BLOCK_K) < end_k)[None, :]
             w_tile = tl.load(w_places, mask=inside, other=0.0)
             x_tile = tl.load(x_places, mask=present & inside, other=0.0)
-        if SWAP:
-            total = tl.dot(w_tile, tl.trans(x_tile), total, input_precision="ieee")
-        else:
-            total = tl.dot(x_tile, tl.trans(w_tile), total, input_precision="ieee")
+        total = tl.dot(w_tile, tl.trans(x_tile), total, input_precision="ieee")
         x_places += BLOCK_K
         w_places += BLOCK_K
     return total
@@ -76,26 +70,21 @@ def tile_product(
 
 @triton.jit
 def _store_rows(
-    y, residual, product, num_rows, n, y_stride, first_row, first_n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, RESIDUAL: tl.constexpr,
+    y, product, num_rows, n, y_stride, first_row, first_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    if SWAP:
-        product = tl.trans(product)
+    product = tl.trans(product)
     rows = first_row + tl.arange(0, BLOCK_M)
     columns = first_n + tl.arange(0, BLOCK_N)
     places = rows[:, None].to(tl.int64) * y_stride + columns[None, :]
     inside = (rows < num_rows)[:, None] & (columns < n)[None, :]
-    if RESIDUAL:
-        product += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + places, product.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "prefetch_k"])
 def _small_gemm(
-    x, w, y, residual, partials, arrivals, num_rows, n, k, k_split, x_stride, y_stride, prefetch_k,
+    x, w, y, partials, arrivals, num_rows, n, k, k_split, x_stride, y_stride, prefetch_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr, PIECES: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     # Row tiles of one weight tile are neighbours in time, so that it is read from memory once.
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
@@ -118,22 +107,16 @@ def _small_gemm(
 
     total = tile_product(
         x, w, num_rows, n, k, x_stride, first_row, first_n, first_k, end_k,
-        BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVEN_K,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
     )  # fmt: skip
     if SPLIT == 1:
-        _store_rows(
-            y, residual, total, num_rows, n, y_stride, first_row, first_n,
-            BLOCK_M, BLOCK_N, SWAP, RESIDUAL,
-        )  # fmt: skip
+        _store_rows(y, total, num_rows, n, y_stride, first_row, first_n, BLOCK_M, BLOCK_N)
     else:
         # The last of a tile's splits to arrive adds them all, in the order of K: which one that is
         # makes no difference to the sum.
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         tile = (item // SPLIT) * row_tiles + first_row // BLOCK_M
-        if SWAP:
-            inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        else:
-            inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         places = partials + tile.to(tl.int64) * (SPLIT * SIZE) + inner
         tl.store(places + split * SIZE, total)
         tl.debug_barrier()
@@ -143,10 +126,7 @@ def _small_gemm(
             total = tl.load(places, cache_modifier=".cg")
             for other in tl.static_range(1, SPLIT):
                 total += tl.load(places + other * SIZE, cache_modifier=".cg")
-            _store_rows(
-                y, residual, total, num_rows, n, y_stride, first_row, first_n,
-                BLOCK_M, BLOCK_N, SWAP, RESIDUAL,
-            )  # fmt: skip
+            _store_rows(y, total, num_rows, n, y_stride, first_row, first_n, BLOCK_M, BLOCK_N)
 
 
 def small_gemm(
@@ -156,14 +136,12 @@ def small_gemm(
     workspace: GemmWorkspace,
     plan: GemmPlan,
     *,
-    residual: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """out = x · weightᵀ (+ residual).
+    """out = x · weightᵀ.
 
-    x `[M, K]`, out and residual `[M, N]`, all with rows that may lie apart and columns that touch; weight
-    `[N, K]` contiguous; one type: bf16, fp16 or fp32. Accumulates in fp32; residual is added there too,
-    rounded once. residual may be out.
+    x `[M, K]` and out `[M, N]`, both with rows that may lie apart and columns that touch; weight `[N, K]`
+    contiguous; one type: bf16, fp16 or fp32. Accumulates in fp32.
     Allocates nothing. Reads each weight once: N·K·2 bytes, the floor.
     """
     num_rows, k = x.shape
@@ -173,7 +151,6 @@ def small_gemm(
     k_split = plan.k_split(k) if split > 1 else k
     assert weight.shape == (n, k) and weight.is_contiguous() and out.shape[0] == num_rows
     assert x.stride(1) == 1 and out.stride(1) == 1
-    assert residual is None or (residual.shape == out.shape and residual.stride() == out.stride())
     num_tiles = triton.cdiv(n, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
     if split > 1:
         num_partials = num_tiles * split * tile.block_n * tile.block_m
@@ -181,11 +158,10 @@ def small_gemm(
         assert workspace.arrivals.numel() >= num_tiles, f"{num_tiles} tiles"
     pieces, prefetch_k = _prefetch(tile, k, k_split)
     _small_gemm[(num_tiles * split,)](
-        x, weight, out, residual, workspace.partials, workspace.arrivals,
+        x, weight, out, workspace.partials, workspace.arrivals,
         num_rows, n, k, k_split, x.stride(0), out.stride(0), prefetch_k,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLIT=split, SWAP=tile.swap, EVEN_K=k_split % tile.block_k == 0 and k % tile.block_k == 0,
-        RESIDUAL=residual is not None,
+        SPLIT=split, EVEN_K=k_split % tile.block_k == 0 and k % tile.block_k == 0,
         PDL=pdl, PIECES=pieces if tile.prefetch_k else 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -35,8 +35,7 @@ ROWS = (1, 8, 16, 32, 64, 128, 512)
 CANDIDATES = {
     16: [
         Tile(64, 128, 16, 8), Tile(64, 128, 16, 10), Tile(64, 256, 16, 5), Tile(64, 64, 16, 14),
-        Tile(32, 128, 16, 9, swap=False), Tile(32, 256, 16, 6, swap=False), Tile(32, 256, 16, 4, swap=False),
-        Tile(64, 128, 16, 5, swap=False), Tile(64, 64, 16, 7), Tile(64, 128, 16, 3), Tile(64, 128, 16, 6),
+        Tile(64, 64, 16, 7), Tile(64, 128, 16, 3), Tile(64, 128, 16, 6),
     ],
     32: [Tile(64, 128, 32, s) for s in (4, 6, 8)] + [Tile(64, 64, 32, s) for s in (5, 7, 12)],
     64: [Tile(64, 128, 64, s) for s in (4, 5, 6)] + [Tile(64, 64, 64, s) for s in (4, 6, 10)]
@@ -113,8 +112,8 @@ class Step:
         return median_us(lambda i: torch.mm(x, weights[i % len(weights)].T, out=y), LAUNCHES[name])
 
     def time_step_us(self, num_rows: int, *, ours: bool, pdl: bool) -> float:
-        """All GEMMs of a step, each reading what the one before wrote, with gate and residual; torch's own
-        gate on both sides, so that the products alone differ."""
+        """All GEMMs of a step, each reading what the one before wrote, with torch's own gate on both sides,
+        so that the products alone differ."""
         x, qkv, a = new(num_rows, HIDDEN), new(num_rows, SHAPES["qkv"][0]), new(num_rows, HIDDEN)
         gate_up, inner, w = new(num_rows, 2 * INNER), new(num_rows, INNER), self.weights
         logits = self.rows_out(num_rows, VOCAB)
@@ -122,21 +121,19 @@ class Step:
         def ours_once(_: int) -> None:
             for i in range(NUM_LAYERS):
                 small_gemm(x, w["qkv"][i], qkv, self.space, self.plans["qkv"], pdl=pdl)
-                small_gemm(
-                    qkv[:, :HIDDEN], w["o"][i], a, self.space, self.plans["o"], residual=x, pdl=pdl
-                )  # fmt: skip
+                small_gemm(qkv[:, :HIDDEN], w["o"][i], a, self.space, self.plans["o"], pdl=pdl)
                 small_gemm(a, w["gate_up"][i], gate_up, self.space, self.plans["gate_up"], pdl=pdl)
                 torch.mul(silu(gate_up[:, :INNER]), gate_up[:, INNER:], out=inner)
-                small_gemm(inner, w["down"][i], x, self.space, self.plans["down"], residual=a, pdl=pdl)
+                small_gemm(inner, w["down"][i], x, self.space, self.plans["down"], pdl=pdl)
             small_gemm(x, w["head"][0], logits, self.space, self.plans["head"], pdl=pdl)
 
         def cublas_once(_: int) -> None:
             for i in range(NUM_LAYERS):
                 torch.mm(x, w["qkv"][i].T, out=qkv)
-                torch.addmm(x, qkv[:, :HIDDEN], w["o"][i].T, out=a)
+                torch.mm(qkv[:, :HIDDEN], w["o"][i].T, out=a)
                 torch.mm(a, w["gate_up"][i].T, out=gate_up)
                 torch.mul(silu(gate_up[:, :INNER]), gate_up[:, INNER:], out=inner)
-                torch.addmm(a, inner, w["down"][i].T, out=x)
+                torch.mm(inner, w["down"][i].T, out=x)
             torch.mm(x, w["head"][0].T, out=logits)
 
         return median_us(ours_once if ours else cublas_once, 1)
@@ -158,10 +155,8 @@ def floor_us(name: str) -> float:
     return n * k * 2 / READ_BYTES_A_SECOND * 1e6
 
 
-def splits_to_try(name: str, tile: Tile) -> tuple[int, ...]:
-    if name in ("qkv", "gate_up", "head"):
-        return (1,)
-    return (1, 2) if tile.swap else (1,)
+def splits_to_try(name: str) -> tuple[int, ...]:
+    return (1,) if name in ("qkv", "gate_up", "head") else (1, 2)
 
 
 def main(path: str, try_others: bool) -> None:
@@ -173,7 +168,7 @@ def main(path: str, try_others: bool) -> None:
     if try_others:
         jobs |= {
             ("o", split, tile)
-            for tiles in CANDIDATES.values() for tile in tiles for split in splits_to_try("o", tile)
+            for tiles in CANDIDATES.values() for tile in tiles for split in splits_to_try("o")
         }  # fmt: skip
     with multiprocessing.get_context("spawn").Pool(12) as pool:
         pool.map(compile_tile, sorted(jobs, key=repr), chunksize=1)
@@ -188,7 +183,7 @@ def main(path: str, try_others: bool) -> None:
             }
             if try_others:
                 for tile in CANDIDATES.get(num_rows, []):
-                    for split in splits_to_try(name, tile):
+                    for split in splits_to_try(name):
                         times[f"{split} {tile}"] = step.time_one(name, num_rows, GemmPlan(split, (tile,)))
             found[f"{name} {num_rows}"] = times
             best = min((us, what) for what, us in times.items() if what not in ("floor", "cublas"))
