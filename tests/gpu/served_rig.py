@@ -16,13 +16,14 @@ from pathlib import Path
 
 import torch
 
+from common.pb.tandem.v1 import target_pb2
 from tests.builders import build_tiny_draft_dir, build_tiny_llama_dir
-from tests.fault.crowd import Ask, eventually
+from tests.fault.crowd import Ask, eventually, wait_drafter
 from tests.gpu.stream_reader import read_all
 from tools.child_service import ChildService
 from tools.local_stack import drafter_service, free_ports, target_service
 from tools.scrape import Scrape, scrape
-from tools.target_client import Answer
+from tools.target_client import Answer, TargetClient
 
 NUM_REQUESTS = 32
 VOCAB_SIZE, MAX_LEN, BLOCK_SIZE = 512, 2048, 4
@@ -117,12 +118,14 @@ class TinyServices:
         )  # fmt: skip
         return self._party(child, port)
 
-    def target(self, name: str, drafter: Party, *flags: str) -> Party:
+    def target(
+        self, name: str, drafter: Party, *flags: str, draft_deadline_s: float = DRAFT_DEADLINE_S
+    ) -> Party:
         """A target of that drafter, likewise."""
         (port,) = free_ports(1)
         child = target_service(
             self._own(name), self._model_dir, drafter_address=drafter.child.address, metrics_port=port,
-            flags=(*_TARGET_FLAGS, "--draft-deadline-s", str(DRAFT_DEADLINE_S),
+            flags=(*_TARGET_FLAGS, "--draft-deadline-s", str(draft_deadline_s),
                    *self._numerics.target_flags, *flags),
         )  # fmt: skip
         return self._party(child, port)
@@ -135,6 +138,37 @@ class TinyServices:
     def _party(self, child: ChildService, port: int) -> Party:
         self._children.append(child)
         return Party(child, f"http://127.0.0.1:{port}/metrics")
+
+
+def start(*parties: Party) -> None:
+    """All at the same time, until each serves."""
+    for party in parties:
+        party.child.start()
+    for party in parties:
+        party.child.wait_serving(START_DEADLINE_S)
+
+
+def stop(*parties: Party) -> None:
+    for party in parties:
+        party.child.stop(3.0)
+
+
+def wait_for(target: Party, state: target_pb2.DrafterState, timeout_s: float = 30.0) -> None:
+    with TargetClient(target.child.address) as client:
+        wait_drafter(client, state, timeout_s)
+
+
+def transport_of(target: Party) -> str:
+    """The transport of the connection in use."""
+    page, name = target.metrics, "tandem_target_handoff_transport"
+    return next(t for t in page.labels_of(name, "transport") if page.value(name, transport=t) == 1)
+
+
+def restart(party: Party) -> float:
+    """Seconds until it serves."""
+    began = time.monotonic()
+    start(party)
+    return time.monotonic() - began
 
 
 # --- readers ---------------------------------------------------------------------------------------

@@ -31,8 +31,7 @@ pytestmark = [
     pytest.mark.timeout(300),  # compiles
 ]
 if not _FOR_CLIENTS:
-    from common.pb.tandem.v1 import target_pb2
-    from tests.fault.crowd import DOWN, MISMATCH, UP, Ask, some_asks, wait_drafter
+    from tests.fault.crowd import DOWN, MISMATCH, UP, Ask, some_asks
     from tests.gpu.served_rig import (
         DRAFT_DEADLINE_S,
         NUM_REQUESTS,
@@ -46,39 +45,76 @@ if not _FOR_CLIENTS:
         draft_counts,
         line,
         longest_gap_s,
+        restart,
+        start,
+        stop,
         tokens,
+        transport_of,
+        wait_for,
     )
     from tools.target_client import Answer, TargetClient
 
 # Enough that a fault after the first steps meets all of them, also where a step commits a whole block.
-LONG, SHORT = 1600, 64
+LONG, SHORT = 1000, 64
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A drafter and a target that share the GPU's memory; and two that send messages, for the first test."""
+    """A drafter and a target that share the GPU's memory, and who reads."""
 
-    services: TinyServices
     readers: Readers
     drafter: Party
-    over_device: Party
-    sent_to: Party
-    over_messages: Party
+    target: Party
+
+
+@dataclass(frozen=True)
+class Others:
+    """Targets that cannot or shall not share it: by messages; from a drafter on the CPU, which is refused or
+    used by messages. Each has a drafter of its own: one forgets a target that has asked for nothing yet when
+    another shakes hands."""
+
+    parties: tuple[Party, ...]
+    inline: Party
+    strict: Party
+    lenient: Party
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def readers() -> Iterator[Readers]:
+    with Readers() as readers:
+        yield readers
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[TinyServices]:
     with (
         tempfile.TemporaryDirectory(prefix="tandem-") as directory,
         TinyServices(Path(directory), ON_GPU) as services,
-        Readers() as readers,
     ):
-        # A drafter each: one forgets a target that has asked for nothing yet when another shakes hands.
-        drafter, sent_to = services.drafter("drafter"), services.drafter("sent-to")
-        over_device = services.target("device", drafter, "--handoff", "device")
-        over_messages = services.target("inline", sent_to, "--handoff", "inline")
-        start(drafter, over_device, sent_to, over_messages)
-        yield Pair(services, readers, drafter, over_device, sent_to, over_messages)
+        yield services
+
+
+@pytest.fixture(scope="module")
+def others(services: TinyServices) -> Others:
+    """Started; whoever needs one waits until it serves."""
+    on_gpu = services.drafter("drafter-1")
+    on_cpu, too = (services.drafter(f"drafter-{i}", device="cpu") for i in (2, 3))
+    inline = services.target("inline", on_gpu, "--handoff", "inline")
+    strict = services.target("strict", on_cpu, "--handoff", "device")
+    # A CPU that drafts for a GPU is late now and then, which is no matter here.
+    lenient = services.target("lenient", too, "--handoff", "auto", draft_deadline_s=10)
+    parties = (inline, strict, lenient, on_gpu, on_cpu, too)
+    for party in parties:
+        party.child.start()
+    return Others(parties, inline, strict, lenient)
+
+
+@pytest.fixture(scope="module")
+def pair(services: TinyServices, readers: Readers, others: Others) -> Pair:
+    drafter = services.drafter("drafter")
+    target = services.target("device", drafter, "--handoff", "device")
+    start(drafter, target)
+    return Pair(readers, drafter, target)
 
 
 @pytest.fixture
@@ -95,45 +131,14 @@ def mixed_asks(rng: random.Random, num_tokens: int, count: int = 0) -> list[Ask]
     )
 
 
-def start(*parties: Party) -> None:
-    """All at the same time, until each serves."""
-    for party in parties:
-        party.child.start()
-    for party in parties:
-        party.child.wait_serving(START_DEADLINE_S)
-
-
-def stop(*parties: Party) -> None:
-    for party in parties:
-        party.child.stop(3.0)
-
-
-def wait_for(target: Party, state: target_pb2.DrafterState, timeout_s: float = 30.0) -> None:
-    with TargetClient(target.child.address) as client:
-        wait_drafter(client, state, timeout_s)
-
-
-def transport_of(target: Party) -> str:
-    """The transport of the connection in use."""
-    page, name = target.metrics, "tandem_target_handoff_transport"
-    return next(t for t in page.labels_of(name, "transport") if page.value(name, transport=t) == 1)
-
-
-def restart(party: Party) -> float:
-    """Seconds until it serves."""
-    began = time.monotonic()
-    start(party)
-    return time.monotonic() - began
-
-
-def assert_drafting_again(pair: Pair, rng: random.Random, transport: str = "device") -> float:
-    """The drafter comes back on that transport and is of use, token for token. Returns the draft tokens that
+def assert_drafting_again(pair: Pair, rng: random.Random) -> float:
+    """The drafter comes back on the GPU and is of use, token for token. Returns the draft tokens that
     were accepted a draft."""
-    wait_for(pair.over_device, UP)
-    assert transport_of(pair.over_device) == transport
+    wait_for(pair.target, UP)
+    assert transport_of(pair.target) == "device"
     asks = mixed_asks(rng, SHORT)
-    drafted = pair.readers.answers(pair.over_device, asks)
-    assert tokens(drafted) == tokens(pair.readers.answers(pair.over_device, asks, drafting=False))
+    drafted = pair.readers.answers(pair.target, asks)
+    assert tokens(drafted) == tokens(pair.readers.answers(pair.target, asks, drafting=False))
     num_drafts, num_accepted = draft_counts(drafted)
     assert all(answer.finished.num_drafts > 0 for answer in drafted)
     assert num_accepted > num_drafts / 2
@@ -145,7 +150,7 @@ def assert_survived(pair: Pair, asks: list[Ask], answers: list[Answer], fault_at
     tokens. Returns the longest gap from the fault on, in seconds."""
     assert_met_by(answers, fault_at_s)
     assert all(answer.finished.num_drafts > 0 for answer in answers)
-    plain = pair.readers.answers(pair.over_device, asks, drafting=False)
+    plain = pair.readers.answers(pair.target, asks, drafting=False)
     assert tokens(answers) == tokens(plain)
     stall_s = longest_gap_s(answers, fault_at_s)
     # The watchdog sees an eighth of the deadline late that the drafter's turn has come, and as late that it
@@ -155,13 +160,14 @@ def assert_survived(pair: Pair, asks: list[Ask], answers: list[Answer], fault_at
 
 
 def test_tokens_are_the_plain_ones_over_shared_memory_and_over_messages(
-    pair: Pair, rng: random.Random
+    pair: Pair, others: Others, rng: random.Random
 ) -> None:
+    others.inline.child.wait_serving(START_DEADLINE_S)
     asks = mixed_asks(rng, 200)
     numbers: dict[str, str] = {}
-    plain = pair.readers.answers(pair.over_device, asks, drafting=False)
+    plain = pair.readers.answers(pair.target, asks, drafting=False)
     assert draft_counts(plain) == (0, 0)
-    for target, transport in ((pair.over_device, "device"), (pair.over_messages, "inline")):
+    for target, transport in ((pair.target, "device"), (others.inline, "inline")):
         wait_for(target, UP, START_DEADLINE_S)
         assert transport_of(target) == transport
         began = time.monotonic()
@@ -176,57 +182,54 @@ def test_tokens_are_the_plain_ones_over_shared_memory_and_over_messages(
             f"{transport}: seconds": f"{took_s:.2f}",
             f"{transport}: longest gap ms": f"{longest_gap_s(drafted) * 1e3:.0f}",
         }
-    stop(pair.over_messages, pair.sent_to)
-    assert pair.over_device.value("watchdog_releases_total") == 0
+    assert pair.target.value("watchdog_releases_total") == 0
     print(line("same tokens", numbers))
 
 
 def test_a_drafter_on_another_device_is_refused_or_reached_by_messages(
-    pair: Pair, rng: random.Random
+    pair: Pair, others: Others, rng: random.Random
 ) -> None:
-    services = pair.services
-    for_strict, for_lenient = (services.drafter(f"cpu-{i}", device="cpu") for i in range(2))
-    strict = services.target("strict", for_strict, "--handoff", "device")
-    # A CPU that drafts for a GPU is late now and then, which is no matter here.
-    lenient = services.target("lenient", for_lenient, "--handoff", "auto", "--draft-deadline-s", "10")
-    parties = (strict, lenient, for_strict, for_lenient)
+    strict, lenient = others.strict, others.lenient
     asks = mixed_asks(rng, 40, 4)
-    try:
-        start(*parties)
-        wait_for(strict, MISMATCH)
-        with TargetClient(strict.child.address) as client:
-            (difference,) = client.server_facts().contract_mismatches
-        assert "transport" in difference and "TRANSPORT_INLINE" in difference
-        plain = pair.readers.answers(strict, asks)
-        assert draft_counts(plain) == (0, 0)
-        assert strict.value("contract_mismatch", field="transport") == 1
-        assert strict.value("handoff_fallbacks_total", reason="no_device") == 0
+    for party in others.parties:
+        party.child.wait_serving(START_DEADLINE_S)
+    plain = pair.readers.answers(pair.target, asks, drafting=False)
 
-        wait_for(lenient, UP)
-        drafted = pair.readers.answers(lenient, asks)
-        assert tokens(drafted) == tokens(plain)
-        num_drafts, num_accepted = draft_counts(drafted)
-        assert num_accepted > num_drafts / 2 > 0
-        assert transport_of(lenient) == "inline"
-        assert lenient.value("handoff_fallbacks_total", reason="no_device") >= 1
-        assert "handoff_falls_back_to_inline" in lenient.child.log_path.read_text()
-    finally:
-        stop(*parties)
+    wait_for(strict, MISMATCH)
+    with TargetClient(strict.child.address) as client:
+        (difference,) = client.server_facts().contract_mismatches
+    assert "transport" in difference and "TRANSPORT_INLINE" in difference
+    without = pair.readers.answers(strict, asks)
+    assert draft_counts(without) == (0, 0)
+    assert tokens(without) == tokens(plain)
+    assert strict.value("contract_mismatch", field="transport") == 1
+    assert strict.value("handoff_fallbacks_total", reason="no_device") == 0
+
+    wait_for(lenient, UP)
+    drafted = pair.readers.answers(lenient, asks)
+    assert tokens(drafted) == tokens(plain)
+    num_drafts, num_accepted = draft_counts(drafted)
+    assert num_accepted > num_drafts / 2 > 0
+    assert transport_of(lenient) == "inline"
+    assert lenient.value("handoff_fallbacks_total", reason="no_device") >= 1
+    assert "handoff_falls_back_to_inline" in lenient.child.log_path.read_text()
     accepted = f"{num_accepted / num_drafts:.2f}"
     print(line("CPU drafter", {"mismatch": difference, "accepted a draft": accepted}))
+    # The faults are to be timed on a quiet machine.
+    stop(*others.parties)
 
 
 def test_a_killed_drafter_costs_no_token_and_its_successor_drafts(pair: Pair, rng: random.Random) -> None:
     drafter = pair.drafter.child
     asks = mixed_asks(rng, LONG)
-    wait_for(pair.over_device, UP)
-    with pair.readers.crowd(pair.over_device, asks) as collect:
+    wait_for(pair.target, UP)
+    with pair.readers.crowd(pair.target, asks) as collect:
         killed_at = time.perf_counter()
         drafter.send(signal.SIGKILL)
         assert drafter.wait_ended(5) == -signal.SIGKILL
         answers = collect()
     stall_s = assert_survived(pair, asks, answers, killed_at)
-    wait_for(pair.over_device, DOWN)
+    wait_for(pair.target, DOWN)
     ready_s = restart(pair.drafter)
     accepted = assert_drafting_again(pair, rng)
     numbers = {"stall ms": f"{stall_s * 1e3:.0f}", "drafter's start s": f"{ready_s:.1f}"}
@@ -236,7 +239,7 @@ def test_a_killed_drafter_costs_no_token_and_its_successor_drafts(pair: Pair, rn
 def test_a_stopped_drafter_costs_a_deadline_and_drafts_when_it_goes_on(
     pair: Pair, rng: random.Random
 ) -> None:
-    drafter, target = pair.drafter.child, pair.over_device
+    drafter, target = pair.drafter.child, pair.target
     asks = mixed_asks(rng, LONG)
     wait_for(target, UP)
     released = target.value("watchdog_releases_total")
@@ -262,8 +265,8 @@ def test_a_drafter_that_is_asked_to_end_finishes_its_sessions_and_is_replaced(
 ) -> None:
     drafter = pair.drafter.child
     asks = mixed_asks(rng, LONG)
-    wait_for(pair.over_device, UP)
-    with pair.readers.crowd(pair.over_device, asks) as collect:
+    wait_for(pair.target, UP)
+    with pair.readers.crowd(pair.target, asks) as collect:
         asked_at = time.perf_counter()
         drafter.send(signal.SIGTERM)
         answers = collect()
@@ -278,8 +281,8 @@ def test_a_drafter_that_is_asked_to_end_finishes_its_sessions_and_is_replaced(
 
 
 def test_a_killed_target_leaves_the_drafter_fit_for_the_next_one(pair: Pair, rng: random.Random) -> None:
-    target, drafter = pair.over_device.child, pair.drafter
-    wait_for(pair.over_device, UP)
+    target, drafter = pair.target.child, pair.drafter
+    wait_for(pair.target, UP)
     with TargetClient(target.address) as client:
         streams = [client.start(ask.prompt, ask.options) for ask in mixed_asks(rng, LONG)]
         for stream in streams:
@@ -287,7 +290,7 @@ def test_a_killed_target_leaves_the_drafter_fit_for_the_next_one(pair: Pair, rng
         pid = drafter.child.pid
         target.send(signal.SIGKILL)
         target.wait_ended(5)
-    ready_s = restart(pair.over_device)
+    ready_s = restart(pair.target)
     accepted = assert_drafting_again(pair, rng)
     assert drafter.child.running and drafter.child.pid == pid
     assert drafter.value("pages_unaccounted") == 0
