@@ -7,6 +7,15 @@ import torch
 from common.errors import ConfigError
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the GPU, or the host for pinned memory, had no memory left: torch, the driver under a capture
+    and Triton's loader say so in different types. The device is as good as before."""
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        return True
+    # A capture that is broken off tells of its own end first.
+    return error.__context__ is not None and is_out_of_memory(error.__context__)
+
+
 def find_device(text: str, dtype: torch.dtype) -> torch.device:
     """`cpu`, `cuda` (the first one) or `cuda:N`, made the current device of the calling thread.
 

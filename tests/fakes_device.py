@@ -16,8 +16,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from common.contract import DraftContract
+from common.contract import DraftContract, Mismatch
 from services.target.core.device_launch import ExtendRows, Launch, Results, Ticket
+from services.target.core.draft_fit import DraftDoesNotFit
 from services.target.core.request import SamplingParams
 
 VOCAB_ROWS = 40
@@ -89,7 +90,8 @@ class _Lane:
 
 @dataclass
 class FakeDeviceEngine:
-    """Has the interface of DeviceEngine; see tests.fakes_device."""
+    """Has the interface of DeviceEngine; see tests.fakes_device. Wider blocks than block_size_fits have no
+    memory."""
 
     oracle: Oracle
     rng: random.Random
@@ -100,6 +102,7 @@ class FakeDeviceEngine:
     extend_rows_max: int
     extends_max: int
     block_size_max: int = 8
+    block_size_fits: int = 8
     num_launches: int = 0
     num_accepted: int = 0
     zeroed: set[int] = field(default_factory=set)
@@ -134,7 +137,10 @@ class FakeDeviceEngine:
 
     # --- DeviceEngine ----------------------------------------------------------------------------------
 
-    def prepare_drafting(self, draft: DraftContract, ring: FakeRing) -> None:
+    def prepare_drafting(self, draft: DraftContract, ring: FakeRing, *, by_messages: bool = False) -> None:
+        if draft.block_size > self.block_size_fits:
+            self._draft = self._ring = None
+            raise DraftDoesNotFit(Mismatch("block_size", self.block_size_fits, draft.block_size))
         if (draft, ring) != (self._draft, self._ring):
             while self._stream:
                 self._advance()

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.contract import DraftContract
+from common.contract import DraftContract, Mismatch
 from common.paged_kv import PagePool
 from services.target.core.draft_source import Drafts, DraftSource, HandOff, PlainReason
 from services.target.core.lanes_scheduler import LanesScheduler
@@ -203,6 +203,11 @@ class _Connection:
         self._connect()
         self.contexts.forget_all()
 
+    def refuse(self) -> None:
+        """What it asks for cannot be had; another may come."""
+        self.draft = None
+        self.contexts.forget_all()
+
     def take_ended(self, ended: list[int]) -> None:
         assert not self.ended & set(ended), "a session ended twice"
         self.ended |= set(ended)
@@ -231,6 +236,7 @@ class RingDrafter:
         self._work: list[_Work] = []
         self._ready_number = -1
         self._rows: dict[int, int] = {}
+        self.mismatches: list[Mismatch] = []
         self.posted: list[PostedStep] = []
         self.completed: list[int] = []
 
@@ -255,6 +261,11 @@ class RingDrafter:
             self._forget_steps()
         if self._rng.random() < 0.5:
             self._do(self._work)
+
+    def refuse(self, mismatch: Mismatch) -> None:
+        self.mismatches.append(mismatch)
+        self._connection.refuse()
+        self._forget_steps()
 
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         assert self.draft is not None
@@ -342,6 +353,7 @@ class MessageSource:
         self._rig, self._rng, self.habits = rig, rng, habits or Habits()
         self._connection = _Connection(rig, rng, self.habits)
         self._answers: dict[int, list[int]] = {}
+        self.mismatches: list[Mismatch] = []
         self.handoffs: list[HandOff] = []
 
     @property
@@ -403,6 +415,11 @@ class MessageSource:
 
     def close(self) -> None: ...
 
+    def refuse(self, mismatch: Mismatch) -> None:
+        self.mismatches.append(mismatch)
+        self._connection.refuse()
+        self._answers = {}
+
     def lose_connection(self) -> None:
         """Whoever is there is new."""
         self._connection.renew()
@@ -418,6 +435,9 @@ class MessageDrafter(NoPipelinedDrafter):
     @property
     def inline(self) -> DraftSource:  # type: ignore[override]
         return self.source  # type: ignore[return-value]
+
+    def refuse(self, mismatch: Mismatch) -> None:
+        self.source.refuse(mismatch)
 
     @property
     def draft(self) -> DraftContract | None:  # type: ignore[override]
@@ -456,6 +476,9 @@ class ChangingDrafter:
             self._by_messages.lose_connection()
         if not self._is_inline:
             self._through_ring.settle()
+
+    def refuse(self, mismatch: Mismatch) -> None:
+        (self._by_messages if self._is_inline else self._through_ring).refuse(mismatch)
 
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         return self._through_ring.draft_rows(session_ids)

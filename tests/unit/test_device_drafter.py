@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import limits
-from common.contract import DraftContract, TargetContract
+from common.contract import DraftContract, Mismatch, TargetContract
 from common.handoff.ring import Ring, RingShape
 from common.handoff.transport import Outcome
 from common.pb.tandem.v1 import drafter_pb2 as pb
@@ -39,6 +39,7 @@ class World:
 
     def __init__(self) -> None:
         self.transports: list[str | None] = []
+        self.fields: list[list[str]] = []
         self.resyncs: list[str] = []
         self.num_releases = 0
         self.status = DrafterStatus(self, time.monotonic)
@@ -48,7 +49,8 @@ class World:
     # DeviceObserver
     def observe_drafter(self, up: bool, breaker: str) -> None: ...
 
-    def observe_mismatches(self, fields: list[str]) -> None: ...
+    def observe_mismatches(self, fields: list[str]) -> None:
+        self.fields.append(fields)
 
     def observe_transport(self, transport: str | None) -> None:
         self.transports.append(transport)
@@ -371,6 +373,28 @@ def test_the_source_by_messages_does_not_take_a_connection_on_the_device(world: 
     source = world.drafter._by_messages
     source.collect()
     assert source.captured_layer_ids == ()
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_contract_that_the_device_has_no_memory_for_is_a_mismatch_that_is_looked_at_rarely(
+    world: World, inline: bool
+) -> None:
+    mismatch = Mismatch("block_size", "what fits", 4)
+    for pause_s in (1.0, 2.0, 4.0):
+        world.connect(inline=inline)
+        if inline:
+            world.drafter.inline.collect()
+        assert world.drafter.draft == DRAFT
+        world.drafter.refuse(mismatch)
+        assert (world.drafter.draft, world.drafter.ring, world.drafter.inline) == (None, None, None)
+        assert world.stream.is_shut and world.transports[-1] is None
+        assert (world.drafter.state, world.drafter.mismatches) == (LinkState.MISMATCH, [mismatch])
+        assert world.fields[-1] == ["block_size"]
+        assert pause_s - 0.5 < world.status.probe_in_s() <= pause_s
+        assert world.step(row(1)) == [-1]
+    # Whoever fits is no mismatch any more.
+    world.connect(inline=inline)
+    assert world.drafter.mismatches == [] and world.fields[-1] == []
 
 
 def test_facts_follow_the_connection(world: World) -> None:

@@ -64,6 +64,7 @@ def test_a_history_gives_the_targets_tokens_and_loses_nothing(kind: str, round_:
         num_running_max=rng.choice([1, 2, 4, 8]), extend_rows_max=rng.choice([1, 3, 8, 64]),
         extends_max=rng.choice([1, 2, 8]), max_len=60,
     )  # fmt: skip
+    rig.engine.block_size_fits = rng.choice([8, 8, 4])
     arriving = [build_ask(rng, 60) for _ in range(20)]
 
     def come_and_go() -> None:

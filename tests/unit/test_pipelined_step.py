@@ -270,6 +270,29 @@ def test_drafts_of_another_contract_than_the_one_that_is_there_are_left_out() ->
     assert tape.tokens == answer(PROMPT, 30)
 
 
+@pytest.mark.parametrize("kind", ["ring", "messages"])
+def test_a_drafter_that_the_device_has_no_room_for_is_refused_and_decoding_goes_on_without(kind: str) -> None:
+    rig = build_rig(kind, Habits(block_sizes=(8,)))
+    rig.engine.block_size_fits = 4
+    (tape,) = rig.run([Ask(PROMPT, 12)])
+    assert tape.tokens == answer(PROMPT, 12)
+    source = rig.drafter if kind == "ring" else rig.drafter.source  # type: ignore[attr-defined]
+    assert [mismatch.field for mismatch in source.mismatches[:1]] == ["block_size"]
+    assert source.num_drafts == 0 and not any(report.captured_bytes for report in rig.observer.reports)
+
+
+def test_a_drafter_that_fits_may_come_after_one_that_did_not() -> None:
+    rig = build_rig("ring", Habits(block_sizes=(4,), come_back=1.0))
+    rig.engine.block_size_fits = 2
+    rig.submit(Ask(PROMPT, 40))
+    for _ in range(4):
+        rig.step()
+    rig.engine.block_size_fits = 4
+    (tape,) = rig.run()
+    assert tape.tokens == answer(PROMPT, 40)
+    assert rig.drafter.mismatches and rig.drafter.num_drafts > 0  # type: ignore[attr-defined]
+
+
 def test_nothing_is_captured_while_nobody_wants_a_draft() -> None:
     rig = build_rig("ring")
     rig.run([Ask(PROMPT, 5, drafting=False)])

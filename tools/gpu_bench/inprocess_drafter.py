@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from common.contract import DraftContract
+from common.contract import DraftContract, Mismatch
 from common.handoff.transport import Outcome
 from common.paged_kv import PageEntry, PagePool, PageTable
 from services.drafter.draft_work import DeviceAppend, DraftResults, DraftWork
+from services.target.core.draft_fit import DraftDoesNotFit
 from services.target.core.draft_source import DraftSource, PlainReason
 from services.target.core.pipelined_source import PostedExtend, PostedRow, PostedStep
 
@@ -77,6 +78,9 @@ class InprocessDrafter:
         return len(self._sessions)
 
     def settle(self) -> None: ...
+
+    def refuse(self, mismatch: Mismatch) -> None:
+        raise DraftDoesNotFit(mismatch)
 
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         return [self._rows.get(session_id, -1) for session_id in session_ids]

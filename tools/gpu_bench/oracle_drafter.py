@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.contract import DraftContract
+from common.contract import DraftContract, Mismatch
+from services.target.core.draft_fit import DraftDoesNotFit
 from services.target.core.draft_source import DraftSource, PlainReason
 from services.target.core.pipelined_source import PostedStep
 from services.target.core.roster import Roster
@@ -57,6 +58,9 @@ class OracleDrafter:
         self._truths[tuple(prompt)] = prompt + output
 
     def settle(self) -> None: ...
+
+    def refuse(self, mismatch: Mismatch) -> None:
+        raise DraftDoesNotFit(mismatch)
 
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         return [self._rows.get(session_id, -1) for session_id in session_ids]

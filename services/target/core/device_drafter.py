@@ -43,7 +43,7 @@ class Rings(Protocol):
 
 
 class DeviceDrafter:
-    """A PipelinedDrafter. Connections change in `settle` alone."""
+    """A PipelinedDrafter. Connections come in `settle` alone, and go there and in `refuse`."""
 
     @classmethod
     def connect(
@@ -142,6 +142,12 @@ class DeviceDrafter:
             self._num_open = self._connection.num_open
         else:
             self._num_open = self._by_messages.num_sessions if self.inline is not None else 0
+
+    def refuse(self, mismatch: Mismatch) -> None:
+        """See PipelinedDrafter.refuse."""
+        if self._stream is not None:
+            self._status.refuse(self._stream, [mismatch])
+        self._take_over(None)
 
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         """See PipelinedDrafter.draft_rows."""

@@ -8,8 +8,8 @@ interpreter: for tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,11 +17,13 @@ import torch
 
 from common import limits
 from common.contract import DraftContract
+from common.device import is_out_of_memory
 from common.graphs import Graphs, MemoryReport, bucket_for, buckets_up_to
 from common.handoff.ring import Ring
 from common.kernels.lanes import LaneState
 from common.kernels.verify import RESULT_WORDS
 from common.layers.rope import POSITIONS_BEYOND_CONTEXT
+from services.target.core.captured_rows import CapturedRows
 from services.target.core.control_buffer import (
     LAUNCHES_IN_FLIGHT_MAX,
     ExtendControl,
@@ -31,10 +33,11 @@ from services.target.core.control_buffer import (
     join_words,
 )
 from services.target.core.device_launch import Launch, Results, Ticket
+from services.target.core.draft_fit import DraftFit
 from services.target.core.extend_sizes import extend_size_for, extend_sizes
 from services.target.core.launch_clock import LaunchClock
 from services.target.core.request import SamplingParams
-from services.target.core.step_bodies import HandOver, StepMemory, block_body, extend_body
+from services.target.core.step_bodies import HandOver, StepMemory, block_bodies, extend_bodies
 from services.target.core.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
@@ -110,13 +113,14 @@ class DeviceEngine:
             self._results.device[2 * extends_max :], page_size, positions_max(max_len),
         )  # fmt: skip
         self._extend_buffers = StepBuffers.allocate(
-            model, extend_rows_max, extends_max, extends_max, num_pages_each
+            model, extend_rows_max, extends_max, extends_max, num_pages_each, device
         )
-        self._plain_buffers = StepBuffers.allocate(model, num_lanes, num_lanes, num_lanes, num_pages_each)
+        self._plain_buffers = self._block_buffers(num_lanes, device)
         self._draft_buffers: StepBuffers | None = None
-        self._captured_on_host: torch.Tensor | None = None
+        self._captured_on_host: CapturedRows | None = None
+        self._fit = DraftFit(self._free_bytes)
 
-        self._graph_bytes: dict[int, int] = {}
+        self._graph_bytes = {"plain": 0, "drafting": 0}
         self._clock = LaunchClock(cuda)
         self._number = 0
         self._unread: set[int] = set()
@@ -131,10 +135,12 @@ class DeviceEngine:
         self.zero_pages([0])
         self._wait_for_device()
 
-    def prepare_drafting(self, draft: DraftContract, ring: Ring) -> None:
-        """Capture the graphs that verify this draft's blocks and hand states over through this ring. Waits
-        for the device. Does nothing for a contract and ring that were prepared last."""
-        if draft == self._draft and self._handover is not None and ring is self._handover.ring:
+    def prepare_drafting(self, draft: DraftContract, ring: Ring, *, by_messages: bool = False) -> None:
+        """Capture the graphs that verify this draft's blocks and hand states over through this ring; make
+        captured_to_host possible if by_messages. Waits for the device. Does nothing for what was prepared
+        last. Raises DraftDoesNotFit: what is prepared then is the same as before, or nothing."""
+        is_prepared = draft == self._draft and self._handover is not None and ring is self._handover.ring
+        if is_prepared and (self._captured_on_host is not None or not by_messages):
             return
         self._wait_for_device()
         num_rows, shape = self._num_lanes * draft.block_size, ring.shape
@@ -142,15 +148,26 @@ class DeviceEngine:
         assert draft.num_draft_tokens == draft.block_size - 1
         assert shape.num_rows >= self._num_lanes and shape.extend_rows_max >= self._extend_rows_max
         assert shape.captured_width == len(draft.captured_layer_ids) * self._model.config.hidden_size
-        self._draft = self._handover = self._drafting = self._captured_on_host = None
-        if self._draft_buffers is None or self._draft_buffers.hidden.shape[0] < num_rows:
-            self._draft_buffers = None
-            self._draft_buffers = StepBuffers.allocate(
-                self._model, num_rows, self._num_lanes, num_rows, self._num_pages_each
-            )
-        handover = HandOver(draft.captured_layer_ids, ring)
-        self._drafting = self._capture(self._draft_buffers, draft.block_size, handover)
-        self._draft, self._handover = draft, handover
+        if not is_prepared:
+            held = self._draft_buffers.num_bytes if self._draft_buffers else 0
+            planned = self._block_buffers(num_rows, torch.device("meta")).num_bytes
+            # These graphs are as many as the plain ones.
+            needed = max(planned, held) + self._graph_bytes["plain"]
+            self._fit.require(draft, needed, held + self._graph_bytes["drafting"])
+        try:
+            if not is_prepared:
+                self._prepare(draft, ring, num_rows)
+            if by_messages:
+                self._captured_on_host = CapturedRows(
+                    ring, num_lanes=self._num_lanes, pinned=self.stream is not None
+                )
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        # Not above: what was raised keeps alive what was allocated.
+        self._forget_drafting()
+        raise self._fit.failed(draft)
 
     def join(self, lane: int, sampling: SamplingParams) -> None:
         """A request takes this lane: from the next launch on it has no pages, position 0, and its tokens are
@@ -223,19 +240,11 @@ class DeviceEngine:
     def captured_to_host(self, ticket: Ticket) -> torch.Tensor:
         """States that the last launch captured `[extend rows + S · R, W]`: those of the extends in order,
         then each lane's block. Waits for the device; overwritten by the next call."""
-        assert ticket.number == self._number - 1 and self._handover is not None
-        ring = self._handover.ring
-        num_extend, num_block = ticket.num_extend_rows, ticket.num_lanes * ticket.rows_each
-        if self._captured_on_host is None:
-            num_rows = self._extend_rows_max + self._num_lanes * ring.shape.block_size
-            self._captured_on_host = torch.empty(
-                num_rows, ring.shape.captured_width, dtype=ring.shape.dtype,
-                pin_memory=self.stream is not None,
-            )  # fmt: skip
-        captured = self._captured_on_host[: num_extend + num_block]
+        assert ticket.number == self._number - 1 and self._captured_on_host is not None
         with torch.cuda.stream(self.stream):
-            captured[:num_extend].copy_(ring.extend_captured[:num_extend], non_blocking=True)
-            captured[num_extend:].copy_(ring.verify_captured[:num_block], non_blocking=True)
+            captured = self._captured_on_host.copy(
+                ticket.num_extend_rows, ticket.num_lanes * ticket.rows_each
+            )
         self._wait_for_device()
         return captured
 
@@ -258,6 +267,27 @@ class DeviceEngine:
             ("CUDA graphs", sum(self._graph_bytes.values())),
         ]
 
+    def _prepare(self, draft: DraftContract, ring: Ring, num_rows: int) -> None:
+        self._draft = self._handover = self._drafting = self._captured_on_host = None
+        if self._draft_buffers is None or self._draft_buffers.hidden.shape[0] < num_rows:
+            self._draft_buffers = None
+            self._draft_buffers = self._block_buffers(num_rows, self._model.device)
+        handover = HandOver(draft.captured_layer_ids, ring)
+        self._drafting = self._capture(self._draft_buffers, draft.block_size, handover)
+        self._draft, self._handover = draft, handover
+
+    def _forget_drafting(self) -> None:
+        """Give everything of it back, to whoever else is on the device, too."""
+        self._draft = self._handover = self._drafting = self._captured_on_host = self._draft_buffers = None
+        self._graph_bytes["drafting"] = 0
+        if self.stream is not None:
+            torch.cuda.empty_cache()
+
+    def _block_buffers(self, num_rows: int, device: torch.device) -> StepBuffers:
+        return StepBuffers.allocate(
+            self._model, num_rows, self._num_lanes, num_rows, self._num_pages_each, device
+        )
+
     def _capture(self, buffers: StepBuffers, rows_each: int, handover: HandOver | None) -> Graphs:
         """Graphs over blocks of rows_each rows and over extends, recorded on padding."""
         self._wait_for_device()
@@ -266,17 +296,12 @@ class DeviceEngine:
         self._wait_for_device()
         free_bytes = self._free_bytes()
         graphs = Graphs(self._model.device, self.stream)
-        bodies: list[tuple[Hashable, Callable[[], None]]] = []
-        for size in reversed(self._extend_sizes):
-            body = partial(extend_body, self._memory, self._extend_buffers, *size, handover)
-            bodies.append((size, body))
-        for num_lanes in reversed(self._lane_buckets):
-            body = partial(
-                block_body, self._memory, buffers, num_lanes, rows_each, handover, self._synthetic_accepted
-            )
-            bodies.append((num_lanes, body))
-        graphs.capture_all(bodies, self._on_captured)
-        self._graph_bytes[rows_each] = free_bytes - self._free_bytes()
+        extends = extend_bodies(self._memory, self._extend_buffers, self._extend_sizes, handover)
+        blocks = block_bodies(
+            self._memory, buffers, self._lane_buckets, rows_each, handover, self._synthetic_accepted
+        )
+        graphs.capture_all((*extends, *blocks), self._on_captured)
+        self._graph_bytes["drafting" if handover else "plain"] = free_bytes - self._free_bytes()
         return graphs
 
     def _check_draft_rows(self, rows: list[int], drafts: Words | None) -> None:
@@ -294,4 +319,4 @@ class DeviceEngine:
             torch.cuda.synchronize(self.stream.device)
 
     def _free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.stream.device)[0] if self.stream is not None else 0
+        return torch.cuda.mem_get_info(self.stream.device)[0] if self.stream is not None else sys.maxsize

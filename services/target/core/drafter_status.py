@@ -97,6 +97,21 @@ class DrafterStatus:
         """The drafter kept the device waiting for a whole deadline on this stream. From any thread."""
         self._report(stream, self._breaker.gave_up, why)
 
+    def refuse(self, stream: DrafterStream, mismatches: list[Mismatch]) -> None:
+        """What this drafter's contract asks cannot be had here. It is looked at again as rarely as one that
+        was given up."""
+        with self._lock:
+            if self._stream is not stream:
+                return
+            self._breaker.gave_up()
+            self._withdraw()
+            self._state = LinkState.MISMATCH
+            self._set_mismatches(mismatches)
+            self._tell_state()
+        differences = [str(mismatch) for mismatch in mismatches]
+        state = LinkState.MISMATCH.value
+        log.warning("drafter_unusable", state=state, reason="no room", mismatches=differences)
+
     def _report(self, stream: DrafterStream, to_breaker: Callable[[], None], why: str) -> None:
         with self._lock:
             # A report on a connection that is gone says nothing of the one that is there.

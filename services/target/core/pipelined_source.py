@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from common.contract import DraftContract
+from common.contract import DraftContract, Mismatch
 from services.target.core.draft_source import DraftSource, PlainReason
 
 if TYPE_CHECKING:
@@ -60,19 +60,24 @@ class PipelinedDrafter(Protocol):
 
     @property
     def draft(self) -> DraftContract | None:
-        """What to capture and how wide to verify; None is plain decoding. Changes only in settle, and
-        where `inline` is set, also where that changes what it captures."""
+        """What to capture and how wide to verify; None is plain decoding. Changes only in settle and refuse,
+        and where `inline` is set, also where that changes what it captures."""
 
     @property
     def ring(self) -> Ring | None:
-        """Where the step publishes; there is one exactly while there is a contract."""
+        """Where the step publishes; there is one exactly while there is a contract. Raises DraftDoesNotFit
+        when there is no memory for it."""
 
     @property
     def inline(self) -> DraftSource | None:
-        """The source to ask instead, step by step, when drafts come by messages. Changes only in settle."""
+        """The source to ask instead, step by step, when drafts come by messages. Changes only in settle and
+        refuse."""
 
     def settle(self) -> None:
         """At each step's start: take over a new connection, or a loss, and learn from replies."""
+
+    def refuse(self, mismatch: Mismatch) -> None:
+        """The device cannot do what the contract asks: from now on there is none."""
 
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         """The ring row of each one's draft from the last post, -1 when none can be used."""
@@ -105,6 +110,9 @@ class NoPipelinedDrafter:
     inline: DraftSource | None = None
 
     def settle(self) -> None: ...
+
+    def refuse(self, mismatch: Mismatch) -> None:
+        raise AssertionError("there is no contract to refuse")
 
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         return [-1] * len(session_ids)

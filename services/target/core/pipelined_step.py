@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from common.contract import DraftContract
 from services.target.core.device_launch import Launch, Results
+from services.target.core.draft_fit import DraftDoesNotFit
 from services.target.core.draft_source import Drafts, DraftSource, PlainReason
 from services.target.core.hand_over import hand_off, posted_step
 from services.target.core.lane_launch import NO_RESULTS, NOTHING, DraftRows, LaneEngine, Launched, extend_rows
@@ -132,12 +133,20 @@ class PipelinedStepLoop(RequestLoop):
         return self._draft is not None and plan.wants_drafts
 
     def _adopt_contract(self) -> None:
-        """Make the device ready for whatever drafter there is now."""
-        self._draft, ring = self._drafter.draft, self._drafter.ring
-        if self._draft is not None:
+        """Make the device ready for whatever drafter there is now; one that does not fit it is refused."""
+        drafter = self._drafter
+        self._draft = drafter.draft
+        if self._draft is None:
+            return
+        try:
+            ring = drafter.ring
             assert ring is not None, "a contract comes with a ring"
-            self._engine.prepare_drafting(self._draft, ring)
-            self._captured_row_bytes = ring.shape.captured_width * ring.shape.dtype.itemsize
+            self._engine.prepare_drafting(self._draft, ring, by_messages=drafter.inline is not None)
+        except DraftDoesNotFit as error:
+            drafter.refuse(error.mismatch)
+            self._draft = None
+            return
+        self._captured_row_bytes = ring.shape.captured_width * ring.shape.dtype.itemsize
 
     def _drafts_in_ring(self, plan: Plan) -> DraftRows:
         rows = [-1] * len(plan.decodes)

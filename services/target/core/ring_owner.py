@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 
 from common.contract import DraftContract, TargetContract
+from common.device import is_out_of_memory
+from common.errors import InvalidRequest
 from common.handoff.cuda_driver import DriverError, gpu_uuid
 from common.handoff.descriptor_socket import giving_descriptors
 from common.handoff.device_memory import DeviceMemory
@@ -26,6 +28,7 @@ from common.handoff.ring import Ring, RingShape
 from common.handoff.ring_offer import RingOffer
 from common.log import get_log
 from common.wire import dtype_from_name
+from services.target.core.draft_fit import too_wide
 from services.target.core.ring_flags import RingFlags, StreamFlags
 
 log = get_log("ring_owner")
@@ -152,19 +155,34 @@ class RingOwner:
 
     def ring_for(self, draft: DraftContract) -> Ring:
         """Where the target captures for this draft when nobody maps it: the ring that was offered, if it
-        fits, so that graphs over it stay good; or one of this process alone."""
-        shape = self._shape(draft)
+        fits, so that graphs over it stay good; or one of this process alone. Raises DraftDoesNotFit."""
+        try:
+            shape = self._shape(draft)
+        except InvalidRequest as error:
+            raise too_wide(draft, f"a ring within limits ({error})") from error
         with self._lock:
             if self._owned is not None and self._owned.ring.shape == shape:
                 return self._owned.ring
             if self._local is None or self._local.shape != shape:
-                self._local = Ring.local(shape, self._on.device)
+                self._local = None
+                try:
+                    self._local = Ring.local(shape, self._on.device)
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    ours = f"a ring that fits, not of {shape.num_bytes >> 20} MiB"
+                    raise too_wide(draft, ours) from None
             return self._local
 
     @contextlib.asynccontextmanager
     async def offering(self, draft: DraftContract) -> AsyncIterator[Offering]:
         """An offer that can be taken up until the block ends. Raises RingUnavailable."""
-        owned = self._own(self._shape(draft))
+        try:
+            shape = self._shape(draft)
+        except InvalidRequest as error:
+            log.warning("ring_unavailable", problem=str(error))
+            raise RingUnavailable("no_memory") from error
+        owned = self._own(shape)
         slot = self._num_connections % FLAG_SLOTS
         self._num_connections += 1
         pair = owned.flags.pair(slot)

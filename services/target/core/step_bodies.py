@@ -6,7 +6,9 @@ the ring. It allocates nothing and never waits. Knows kernels and their order; n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +20,14 @@ from common.kernels.verify import RESULT_WORDS, BlockBatch, accept_blocks, stage
 from common.layers.kernel_decoder import PagedRows
 from common.layers.kernel_linear import launches_may_overlap
 from services.target.core.control_buffer import ExtendControl, LaneControl
+from services.target.core.extend_sizes import ExtendSize
 from services.target.core.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
     from services.target.model.kernel_llama import KernelLlama
+
+# By the key of its graph.
+Bodies = list[tuple[Hashable, Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -123,3 +129,25 @@ def block_body(
         m.block_results[: num_lanes * width].view(num_lanes, width),
         None if handover is None else handover.published, synthetic_accepted=synthetic_accepted, pdl=pdl,
     )  # fmt: skip
+
+
+def extend_bodies(
+    memory: StepMemory, buffers: StepBuffers, sizes: Sequence[ExtendSize], handover: HandOver | None
+) -> Bodies:
+    """One for each size (rising), the largest first."""
+    return [(size, partial(extend_body, memory, buffers, *size, handover)) for size in reversed(sizes)]
+
+
+def block_bodies(
+    memory: StepMemory,
+    buffers: StepBuffers,
+    lane_buckets: Sequence[int],
+    rows_each: int,
+    handover: HandOver | None,
+    synthetic_accepted: float | None,
+) -> Bodies:
+    """One for each number of lanes (rising), the largest first."""
+    return [
+        (n, partial(block_body, memory, buffers, n, rows_each, handover, synthetic_accepted))
+        for n in reversed(lane_buckets)
+    ]

@@ -36,9 +36,11 @@ class StepBuffers:
 
     @classmethod
     def allocate(
-        cls, model: KernelLlama, num_rows: int, num_sequences: int, num_chosen: int, num_pages_each: int
-    ) -> StepBuffers:
-        device, dtype, hidden_size = model.device, model.dtype, model.config.hidden_size
+        cls, model: KernelLlama, num_rows: int, num_sequences: int, num_chosen: int, num_pages_each: int,
+        device: torch.device,
+    ) -> StepBuffers:  # fmt: skip
+        """device: the model's, or `meta` to ask for num_bytes alone."""
+        dtype, hidden_size = model.dtype, model.config.hidden_size
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)

@@ -15,6 +15,7 @@ from common.paged_kv import PageEntry, PagePool
 from services.target.core.control_buffer import LAUNCHES_IN_FLIGHT_MAX
 from services.target.core.device_engine import DeviceEngine, positions_max
 from services.target.core.device_launch import ExtendRows, Launch
+from services.target.core.draft_fit import DraftDoesNotFit, DraftFit
 from services.target.core.request import SamplingParams
 from services.target.model.kernel_llama import KernelLlama
 from services.target.model.llama import Llama, LlamaWeights
@@ -114,7 +115,7 @@ def test_drafts_by_messages_are_verified_and_states_come_back(weights: LlamaWeig
     prompts = [[rng.randrange(VOCAB) for _ in range(count)] for count in (5, 3, 6)]
     answers = [cpu_answer(llama, prompt, SamplingParams(), 8) for prompt in prompts]
     engine, ring = engine_over(PagedLlama(weights, PAGE_SIZE)), a_ring(32)
-    engine.prepare_drafting(contract(), ring)
+    engine.prepare_drafting(contract(), ring, by_messages=True)
     for lane in range(3):
         engine.join(lane, SamplingParams())
     pages = [PageEntry(lane, i, 1 + 4 * lane + i) for lane in range(3) for i in range(4)]
@@ -258,3 +259,73 @@ def test_drafting_is_prepared_once_for_a_contract_and_ring(weights: LlamaWeights
     assert len(heard) == 15
     with pytest.raises(AssertionError):
         engine.prepare_drafting(contract(BLOCK - 1), ring)
+
+
+def one_plain_token(engine: DeviceEngine, prompt: list[int]) -> int:
+    engine.join(0, SamplingParams())
+    pages = [PageEntry(0, i, 1 + i) for i in range(4)]
+    ticket = engine.launch(Launch(extends=[ExtendRows(0, 0, prompt, True)], pages=pages))
+    return int(engine.results_to_host(ticket).extend_tokens[0])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("CUDA error: out of memory")])
+def test_drafting_that_runs_out_of_memory_is_given_up_and_not_tried_again_at_once(
+    weights: LlamaWeights, error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ring = engine_over(PagedLlama(weights, PAGE_SIZE)), a_ring(32)
+    free = [1 << 30]
+    monkeypatch.setattr(engine, "_free_bytes", lambda: free[0])
+    engine._fit = DraftFit(lambda: free[0])
+    engine.prepare_drafting(contract(), ring)
+    num_tries = 0
+
+    def fail(*args: object) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "_capture", fail)
+        for _ in range(3):
+            with pytest.raises(DraftDoesNotFit) as caught:
+                engine.prepare_drafting(contract(), a_ring(32))
+            assert caught.value.mismatch.field == "block_size"
+            assert f"{BLOCK}, of 2 layers" in str(caught.value.mismatch.theirs)
+        assert num_tries == 1
+        free[0] *= 2
+        with pytest.raises(DraftDoesNotFit):
+            engine.prepare_drafting(contract(), a_ring(32))
+        assert num_tries == 2
+    assert dict(engine.memory_report())["rows and logits of verifies"] == 0
+    prompt = [5, 9, 2]
+    assert one_plain_token(engine, prompt) == cpu_answer(Llama(weights), prompt, SamplingParams(), 1)[0]
+    free[0] *= 2
+    engine.prepare_drafting(contract(), ring)
+
+
+def test_drafting_that_cannot_fit_is_not_tried_and_leaves_what_there_is(
+    weights: LlamaWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ring = engine_over(PagedLlama(weights, PAGE_SIZE)), a_ring(32)
+    engine.prepare_drafting(contract(), ring)
+    engine._fit = DraftFit(lambda: 0)
+    wide = 4 * BLOCK
+    shape = RingShape(NUM_LANES, wide, wide - 1, len(TAPS) * 32, torch.float32, EXTEND_ROWS)
+    with pytest.raises(DraftDoesNotFit, match="block_size: ours what fits .* free"):
+        engine.prepare_drafting(contract(wide), Ring.local(shape, "cpu"))
+    # As wide as what is there: nothing more is needed.
+    monkeypatch.setattr(engine, "_capture", lambda *args: pytest.fail("it was prepared before"))
+    engine.prepare_drafting(contract(), ring)
+
+
+def test_an_error_that_is_no_lack_of_memory_is_no_fault_of_the_drafters(
+    weights: LlamaWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_over(PagedLlama(weights, PAGE_SIZE))
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine, "_capture", fail)
+    with pytest.raises(RuntimeError, match="illegal"):
+        engine.prepare_drafting(contract(), a_ring(32))
