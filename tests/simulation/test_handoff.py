@@ -136,7 +136,7 @@ class History:
         require(self.link.life.table.num_pages_unaccounted == 0, "I3: pages of the drafter")
         sessions = self.drafter._sessions
         # Those that ended since the last post are still among them.
-        require(sessions.num_known <= 2 * NUM_RUNNING_MAX, "I4: sessions without a request")
+        require(len(sessions._sessions) <= 2 * NUM_RUNNING_MAX, "I4: sessions without a request")
         require(sessions.num_open <= limits.SESSIONS_MAX, "I4: open sessions")
         require(len(sessions._closes) <= limits.DRAFT_ENTRIES_MAX, "I4: closes that wait")
         for number, request in self.requests.items():
@@ -188,7 +188,7 @@ class History:
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
         assert self.link.life.table.num_sessions == 0
         assert self.link.life.pool.num_free == self.link.life.pool.num_pages
-        assert self.drafter._sessions.num_known == 0
+        assert not self.drafter._sessions._sessions
         assert self.drafter.num_sessions == 0
 
     def check_drafting_comes_back(self) -> None:

@@ -156,7 +156,7 @@ def test_reports_on_ended_sessions_change_nothing(world: World) -> None:
     world.plan((1, 0, 5), wanted=(1,))
     world.plan(ended=(1,))
     assert world.learn(1, 0, Outcome.OK, 5, draft=[1]) is not None
-    assert world.sessions.num_known == 0
+    assert not world.sessions._sessions
 
 
 def test_an_ended_session_is_closed_once_and_only_if_it_was_opened(world: World) -> None:

@@ -100,11 +100,6 @@ class SessionBeliefs:
     def num_open(self) -> int:
         return sum(s.state is SessionState.OPEN for s in self._sessions.values())
 
-    @property
-    def num_known(self) -> int:
-        """Sessions whose end has not been heard of."""
-        return len(self._sessions)
-
     def connected(self, num_sessions_max: int) -> None:
         """A drafter is there that holds none of the sessions."""
         self.disconnected()
