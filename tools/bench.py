@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from common.device_name import check_device_name
 from common.errors import ConfigError
 from tools.gpu_bench.plan import levels, make_plan
 from tools.launch import DEFAULT_DRAFT, DEFAULT_MODEL, check_json_path, leave_on_sigterm
@@ -21,13 +22,6 @@ app = typer.Typer(add_completion=False)
 
 CPU_NEW_TOKENS = 96
 _GPU = "GPU"
-
-
-class Device(enum.StrEnum):
-    """Where the pair runs."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 class Peer(enum.StrEnum):
@@ -59,7 +53,9 @@ def bench(
     ] = 3,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0, max=100.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus; only counts above temperature 0.", max=1.0)] = 1.0,
-    device: Annotated[Device, typer.Option(help="cpu measures the services; cuda the core.")] = Device.CPU,
+    device: Annotated[
+        str, typer.Option(help="cpu measures the services; cuda or cuda:N the core.")
+    ] = "cpu",
     threads: Annotated[
         int | None,
         typer.Option(help="CPU threads of each implementation; 0 leaves it to the library.", min=0),
@@ -112,9 +108,11 @@ def bench(
     """
     console = Console(highlight=False)
     check_json_path(json_path)
-    if device is Device.CUDA:
+    check_device_name(device)
+    if device != "cpu":
         _refuse({"threads": threads, "peer": peer}, "is for --device cpu")
         gpu_plan = make_plan(
+            device=device,
             random_shape=random,
             model=model,
             draft=draft,

@@ -23,7 +23,8 @@ from tools.gpu_bench.soak import MemorySample, Soak, grown
 from tools.gpu_bench.step_log import StepLog
 
 PLAN = GpuPlan(
-    random_shape="tiny", model=None, draft=None, job=Job.ROWS, modes=(Mode.PLAIN, Mode.INPROCESS),
+    device="cuda", random_shape="tiny", model=None, draft=None, job=Job.ROWS,
+    modes=(Mode.PLAIN, Mode.INPROCESS),
     concurrency=(1, 3), prompt_tokens=5, max_new_tokens=40, num_rounds=2, synthetic_accept_length=None,
     row_independent=False, temperature=0.0, top_p=1.0, amount=0,
 )  # fmt: skip

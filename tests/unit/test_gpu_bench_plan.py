@@ -20,7 +20,8 @@ def plan(**options: Any) -> Any:
         )
     )  # fmt: skip
     defaults |= {
-        "random_shape": "tiny", "num_rounds": 3, "row_independent": False, "temperature": 0.0, "top_p": 1.0,
+        "device": "cuda", "random_shape": "tiny", "num_rounds": 3, "row_independent": False,
+        "temperature": 0.0, "top_p": 1.0,
     }  # fmt: skip
     return make_plan(**(defaults | options))
 
@@ -89,6 +90,8 @@ def test_what_cannot_be_meant_is_one_error_that_names_the_option(options: dict[s
         (["--device", "cuda", "--random", "tiny", "--peer", "transformers"], "peer"),
         (["--device", "cuda", "--random", "tiny", "--threads", "2"], "threads"),
         (["--device", "cuda"], "model"),
+        (["--device", "cuda:one", "--random", "tiny"], "device"),
+        (["--device", "cuda:99", "--random", "tiny"], "device"),
         (["--device", "cuda", "--random", "tiny", "--json", "no/such/folder/x.json"], "json"),
     ],
 )

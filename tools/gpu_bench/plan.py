@@ -50,10 +50,12 @@ _DEFAULT_CONCURRENCY = {Job.ROWS: "1,8,32", Job.IDENTITY: "32", Job.SOAK: "8"}
 class GpuPlan:
     """A checked plan. Either `random_shape` is given, or `model` (and `draft`, unless all is plain).
 
+    device is cuda or cuda:N; whether it is there is asked where torch is.
     synthetic_accept_length is None where acceptance is real. amount: prompts of IDENTITY, steps of SOAK,
     0 elsewhere.
     """
 
+    device: str
     random_shape: str | None
     model: str | None
     draft: str | None
@@ -94,6 +96,7 @@ def levels(text: str, field: str) -> tuple[int, ...]:
 
 def make_plan(
     *,
+    device: str,
     random_shape: str | None,
     model: str | None,
     draft: str | None,
@@ -128,6 +131,7 @@ def make_plan(
         raise ConfigError("concurrency", "cannot be given together with --streaming", given=concurrency)
     at_once = levels(streaming, "streaming") if streaming is not None else _concurrency(concurrency, job)
     return GpuPlan(
+        device=device,
         random_shape=random_shape,
         model=model,
         draft=draft,

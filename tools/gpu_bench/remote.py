@@ -78,7 +78,7 @@ class DrafterProcess:
         (port,) = free_ports(1)
         self._metrics_url = f"http://127.0.0.1:{port}/metrics"
         flags = [
-            "--device", "cuda", "--dtype", "bfloat16", "--page-size", str(DRAFT_PAGE_SIZE),
+            "--device", plan.device, "--page-size", str(DRAFT_PAGE_SIZE),
             # A lane and its pages are held while steps that name them are in flight.
             "--num-sessions-max", str(2 * sizes.num_lanes), "--kv-tokens", str(2 * sizes.draft_kv_tokens),
             "--extend-rows-max", str(sizes.extend_rows_max),

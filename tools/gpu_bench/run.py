@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from common.errors import ConfigError
+from common.device import find_device
 from common.model_dir import resolve_model_dir
 from tools.bench_result import Row, as_json, write_json
 from tools.chat import ChatTokenizer
@@ -52,9 +52,7 @@ def bench_gpu(console: Console, plan: GpuPlan, json_path: Path | None) -> None:
     was finished by then is shown and written."""
     if plan.random_shape is not None:
         check_shape(plan.random_shape)
-    if not torch.cuda.is_available():
-        raise ConfigError("device", "must be there", given="cuda")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = find_device(plan.device, torch.bfloat16)
     with Interruption() as interruption:
         bandwidth = read_bandwidth_to_host(device)
         device_name = _device_name(device)

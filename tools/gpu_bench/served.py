@@ -34,7 +34,7 @@ class TargetProcesses:
         self.served = Served(f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics")
         self._drafter: DrafterProcess | None = None
         flags = [
-            "--device", "cuda", "--page-size", str(TARGET_PAGE_SIZE), "--fronts", str(self.num_fronts),
+            "--device", plan.device, "--page-size", str(TARGET_PAGE_SIZE), "--fronts", str(self.num_fronts),
             "--kv-tokens", str(sizes.num_pages * TARGET_PAGE_SIZE), "--max-len", str(sizes.max_len),
             "--num-running-max", str(sizes.num_lanes), "--extend-rows-max", str(sizes.extend_rows_max),
             "--listen", self.served.address, "--metrics-port", str(metrics_port),

@@ -43,7 +43,7 @@ def torch_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan(**changes: Any) -> GpuPlan:
     given: dict[str, Any] = {
-        "random_shape": "tiny", "model": None, "draft": None, "job": Job.ROWS,
+        "device": "cuda", "random_shape": "tiny", "model": None, "draft": None, "job": Job.ROWS,
         "modes": (Mode.PLAIN, Mode.INPROCESS), "concurrency": (2,), "prompt_tokens": 6, "max_new_tokens": 6,
         "num_rounds": 1, "synthetic_accept_length": None, "row_independent": True, "temperature": 0.0,
         "top_p": 1.0, "amount": 0,
