@@ -223,13 +223,13 @@ class FakeDeviceEngine:
             draft_row = launch.draft_rows[ring_row] if launch.draft_rows is not None else -1
             draft = before[draft_row] if draft_row >= 0 else None
             blocks.append(self._verify(self._lanes[lane], width, draft, ring, ring_row))
-        tokens = np.array([tokens for tokens, _, _ in blocks], np.int32).reshape(-1, width)
-        num_accepted = np.array([num_accepted for _, num_accepted, _ in blocks], np.int32)
+        tokens = np.array([tokens for tokens, _, _, _ in blocks], np.int32).reshape(-1, width)
+        num_accepted = np.array([num_accepted for _, num_accepted, _, _ in blocks], np.int32)
         self._results[number] = Results(
             tokens=tokens,
             num_accepted=num_accepted,
-            finite=np.array([finite for _, _, finite in blocks], bool),
-            num_clamped=np.zeros_like(num_accepted),
+            finite=np.array([finite for _, _, finite, _ in blocks], bool),
+            num_clamped=np.array([num_clamped for _, _, _, num_clamped in blocks], np.int32),
             extend_tokens=np.array([token or 0 for token in extended], np.int32),
             extend_finite=np.array([token is not None for token in extended], bool),
             extend_s=0.0, verify_s=0.0, gpu_s=0.0,
@@ -270,7 +270,7 @@ class FakeDeviceEngine:
 
     def _verify(
         self, lane: _Lane, width: int, draft: list[int] | None, ring: FakeRing | None, ring_row: int
-    ) -> tuple[list[int], int, bool]:
+    ) -> tuple[list[int], int, bool, int]:
         clamped = [min(max(token, 0), VOCAB_ROWS - 1) for token in draft or [0] * (width - 1)]
         rows = [lane.anchor, *clamped]
         base = lane.position
@@ -287,4 +287,5 @@ class FakeDeviceEngine:
             self._captured += stored
             ring.base[ring_row], ring.count[ring_row] = base, num_accepted + 1
             ring.anchor[ring_row] = lane.anchor
-        return tokens, num_accepted, None not in chosen[: num_accepted + 1]
+        num_clamped = sum(a != b for a, b in zip(clamped, draft or clamped, strict=True))
+        return tokens, num_accepted, None not in chosen[: num_accepted + 1], num_clamped

@@ -239,6 +239,7 @@ class RingDrafter:
         self.mismatches: list[Mismatch] = []
         self.posted: list[PostedStep] = []
         self.completed: list[int] = []
+        self.invalid: list[int] = []
 
     @property
     def draft(self) -> DraftContract | None:
@@ -302,8 +303,9 @@ class RingDrafter:
             assert self.draft is not None and self.ring is not None
             self._work.append(_Work(step, self.draft, self.ring, self._rig.engine.num_launches - 1))
 
-    def observe_completed(self, step_number: int) -> None:
+    def observe_completed(self, step_number: int, invalid: Sequence[int] = ()) -> None:
         self.completed.append(step_number)
+        self.invalid.extend(invalid)
 
     def close(self) -> None: ...
 
@@ -382,6 +384,9 @@ class MessageSource:
         for session_id, draft in answers.items():
             if self._rng.random() < self.habits.absent:
                 drafts.plain[session_id] = PlainReason.DEADLINE
+            elif not all(0 <= token < VOCAB_ROWS for token in draft):
+                # Messages are checked where they are read.
+                drafts.plain[session_id] = PlainReason.INVALID_DRAFT
             else:
                 drafts.tokens[session_id] = draft
         # Those of a drafter that is gone may still be among them.
@@ -495,7 +500,7 @@ class ChangingDrafter:
     def post(self, step: PostedStep) -> None:
         self._through_ring.post(step)
 
-    def observe_completed(self, step_number: int) -> None:
-        self._through_ring.observe_completed(step_number)
+    def observe_completed(self, step_number: int, invalid: Sequence[int] = ()) -> None:
+        self._through_ring.observe_completed(step_number, invalid)
 
     def close(self) -> None: ...

@@ -375,6 +375,39 @@ def test_the_source_by_messages_does_not_take_a_connection_on_the_device(world: 
     assert source.captured_layer_ids == ()
 
 
+def test_a_session_that_is_given_invalid_drafts_again_and_again_is_not_drafted_for_any_more(
+    world: World,
+) -> None:
+    world.connect()
+    world.step(row(1), row(2))
+    for _ in range(limits.SESSION_FAULTS_MAX):
+        assert world.step(row(1), row(2)) == [0, 1]
+        world.requests()
+        world.drafter.observe_completed(world.number, [1])
+    assert world.step(row(1), row(2)) == [-1, 1]
+    assert world.drafter.why_plain(1) is PlainReason.INVALID_DRAFT
+    (request,) = world.requests()
+    assert [(close.session_id, close.epoch) for close in request.closes] == [(1, 0)]
+    assert [r.session_id for r in request.device.rows] == [0, 2]
+    # Read late, and again.
+    world.drafter.observe_completed(world.number, [1])
+    assert world.step(row(1), row(2)) == [-1, 1]
+
+
+def test_what_an_earlier_drafter_left_in_the_ring_is_not_the_next_ones_fault(world: World) -> None:
+    world.connect()
+    world.step(row(1))
+    world.step(row(1))
+    last = world.number
+    world.status.ended("UNAVAILABLE")
+    world.status.probe_in_s()
+    world.connect()
+    world.step(row(1))
+    for _ in range(limits.SESSION_FAULTS_MAX):
+        world.drafter.observe_completed(last, [1])
+    assert world.step(row(1)) == [0]
+
+
 @pytest.mark.parametrize("inline", [False, True])
 def test_a_contract_that_the_device_has_no_memory_for_is_a_mismatch_that_is_looked_at_rarely(
     world: World, inline: bool

@@ -270,6 +270,19 @@ def test_drafts_of_another_contract_than_the_one_that_is_there_are_left_out() ->
     assert tape.tokens == answer(PROMPT, 30)
 
 
+def test_drafts_that_are_not_of_the_vocabulary_are_told_of_and_counted_as_none() -> None:
+    rig = build_rig("ring", Habits(hostile=1.0))
+    (tape,) = rig.run([Ask(PROMPT, 30)])
+    assert tape.tokens == answer(PROMPT, 30)
+    plain = [reason for report in rig.observer.reports for reason in report.plain]
+    verifies = [verify for report in rig.observer.reports for verify in report.verifies]
+    invalid = rig.drafter.invalid  # type: ignore[attr-defined]
+    assert plain.count(PlainReason.INVALID_DRAFT) >= 5 and set(invalid) == {tape.request.session_id}
+    # What was launched past the end was read, too.
+    assert len(invalid) - 1 <= plain.count(PlainReason.INVALID_DRAFT) <= len(invalid)
+    assert len(verifies) + plain.count(PlainReason.INVALID_DRAFT) == tape.request.num_drafts
+
+
 @pytest.mark.parametrize("kind", ["ring", "messages"])
 def test_a_drafter_that_the_device_has_no_room_for_is_refused_and_decoding_goes_on_without(kind: str) -> None:
     rig = build_rig(kind, Habits(block_sizes=(8,)))

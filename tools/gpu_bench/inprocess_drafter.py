@@ -7,6 +7,7 @@ sockets, protobuf or requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,7 +110,7 @@ class InprocessDrafter:
         if work.appends or work.lanes:
             self._tickets[step.number] = self._engine.launch(work)
 
-    def observe_completed(self, step_number: int) -> None:
+    def observe_completed(self, step_number: int, invalid: Sequence[int] = ()) -> None:
         """All that was launched before that step's own drafting is over by now: on one stream, what came
         earlier is done earlier."""
         for number in [number for number in self._tickets if number < step_number]:

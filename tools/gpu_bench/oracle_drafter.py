@@ -7,6 +7,7 @@ alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,7 +84,7 @@ class OracleDrafter:
         if self._rows:
             self._write([0 if row is None else self._lane(row.session_id) for row in step.rows])
 
-    def observe_completed(self, step_number: int) -> None: ...
+    def observe_completed(self, step_number: int, invalid: Sequence[int] = ()) -> None: ...
 
     def close(self) -> None: ...
 

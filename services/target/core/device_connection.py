@@ -7,7 +7,7 @@ late, and the link's when it is lost. Knows no grpc and no CUDA: the flags are d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -140,11 +140,15 @@ class DeviceConnection:
             rows = {row.session_id: (i, row.epoch) for i, row in enumerate(step.rows) if row is not None}
             self._posted = _Posted(self._sequence, is_ready, rows)
 
-    def observe_completed(self, step_number: int) -> None:
+    def observe_completed(self, step_number: int, invalid: Sequence[int] = ()) -> None:
         """See PipelinedDrafter.observe_completed."""
         while self._waits and self._waits[0][0] <= step_number:
-            _, sequence = self._waits.popleft()
+            number, sequence = self._waits.popleft()
             self._watchdog.disarm(sequence)
+            # A launch that did not wait for this drafter verified what another had left.
+            if number == step_number:
+                for session_id in invalid:
+                    self._sessions.learn_of_invalid_draft(session_id)
 
     def close(self) -> None:
         """Let the device go on, whatever it waits for; nothing is used afterwards."""

@@ -9,7 +9,7 @@ drafts (I1, I7).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from common.address import Address
@@ -179,10 +179,10 @@ class DeviceDrafter:
             # Those that began while steps went by messages.
             self._by_messages.post(HandOff([], [], step.ended, None))
 
-    def observe_completed(self, step_number: int) -> None:
+    def observe_completed(self, step_number: int, invalid: Sequence[int] = ()) -> None:
         """See PipelinedDrafter.observe_completed."""
         if self._connection is not None:
-            self._connection.observe_completed(step_number)
+            self._connection.observe_completed(step_number, invalid)
 
     def close(self) -> None:
         """See PipelinedDrafter.close."""

@@ -36,6 +36,12 @@ class DeviceSessions(SessionBeliefs):
             if session.state is SessionState.OPEN:
                 session.move_to(SessionState.LOST)
 
+    def learn_of_invalid_draft(self, session_id: int) -> None:
+        """A draft of this session was not of the vocabulary, which shows where it is verified."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.state in (SessionState.OPEN, SessionState.LOST):
+            self._count_fault(session_id, session, PlainReason.INVALID_DRAFT)
+
     def is_open(self, session_id: int, epoch: int) -> bool:
         """Whether this epoch of the session is still believed to be open."""
         session = self._sessions.get(session_id)

@@ -7,6 +7,7 @@ DraftSource: `inline` names it, and the loop then runs its steps one at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -95,8 +96,9 @@ class PipelinedDrafter(Protocol):
     def post(self, step: PostedStep) -> None:
         """Hand a step over: say whose is what. Never raises for the peer's faults."""
 
-    def observe_completed(self, step_number: int) -> None:
-        """The host has seen the results of that step's launch."""
+    def observe_completed(self, step_number: int, invalid: Sequence[int] = ()) -> None:
+        """The host has seen the results of that step's launch. invalid: sessions whose drafts in it were not
+        all ids of the vocabulary."""
 
     def close(self) -> None:
         """Give sessions back and stop; the drafter is not used afterwards."""
@@ -128,6 +130,6 @@ class NoPipelinedDrafter:
 
     def post(self, step: PostedStep) -> None: ...
 
-    def observe_completed(self, step_number: int) -> None: ...
+    def observe_completed(self, step_number: int, invalid: Sequence[int] = ()) -> None: ...
 
     def close(self) -> None: ...

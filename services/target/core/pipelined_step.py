@@ -17,7 +17,7 @@ from services.target.core.draft_fit import DraftDoesNotFit
 from services.target.core.draft_source import Drafts, DraftSource, PlainReason
 from services.target.core.hand_over import hand_off, posted_step
 from services.target.core.lane_launch import NO_RESULTS, NOTHING, DraftRows, LaneEngine, Launched, extend_rows
-from services.target.core.lane_outcome import Outcome, report_of
+from services.target.core.lane_outcome import Outcome, report_of, sessions_of_invalid_drafts
 from services.target.core.lanes_scheduler import LanesScheduler, Plan, Ride
 from services.target.core.pipelined_source import PipelinedDrafter, PostedStep
 from services.target.core.report import Observer
@@ -85,7 +85,7 @@ class PipelinedStepLoop(RequestLoop):
         outcomes = self._apply(launched, results)
         committed = self._clock()
         self._tell(outcomes)
-        report = report_of(launched, outcomes)
+        report = report_of(launched, outcomes, results)
         ended = self._clock()
 
         report.forward_s = results.gpu_s
@@ -114,7 +114,7 @@ class PipelinedStepLoop(RequestLoop):
         captured = self._engine.captured_to_host(launched.ticket) if launched.captures else None
         source.post(hand_off(launched, outcomes, captured, self._scheduler.take_ended_sessions()))
         self._tell(outcomes)
-        report = report_of(launched, outcomes)
+        report = report_of(launched, outcomes, results)
         ended = self._clock()
 
         report.draft_wait_s, report.forward_s = collected - began, read - scheduled
@@ -217,7 +217,8 @@ class PipelinedStepLoop(RequestLoop):
         if launched.is_nothing:
             return NO_RESULTS
         results = self._engine.results_to_host(launched.ticket)
-        self._drafter.observe_completed(launched.number)
+        invalid = sessions_of_invalid_drafts(launched, results)
+        self._drafter.observe_completed(launched.number, invalid)
         return results
 
     def _apply(self, launched: Launched, results: Results) -> list[Outcome]:
@@ -225,7 +226,7 @@ class PipelinedStepLoop(RequestLoop):
         plan = launched.plan
         chosen, finite = results.extend_tokens.tolist(), results.extend_finite.tolist()
         outcomes = [
-            self._take(extend.ride, [token], is_finite, 0)
+            self._take(extend.ride, [token], 0, is_finite, 0)
             if extend.samples
             else Outcome(extend.ride.request)
             for extend, token, is_finite in zip(plan.extends, chosen, finite, strict=True)
@@ -234,11 +235,14 @@ class PipelinedStepLoop(RequestLoop):
         for ride, block, num_accepted, is_finite, num_drafts in zip(
             plan.decodes, blocks, accepted, results.finite.tolist(), launched.num_drafts, strict=True
         ):
-            outcomes.append(self._take(ride, block[: num_accepted + 1], is_finite, num_drafts))
+            outcomes.append(self._take(ride, block, num_accepted, is_finite, num_drafts))
         return outcomes
 
-    def _take(self, ride: Ride, tokens: list[int], is_finite: bool, num_drafts: int) -> Outcome:
-        """Commit, of the tokens that a launch with num_drafts draft tokens gave, what may be committed."""
+    def _take(
+        self, ride: Ride, chosen: list[int], num_accepted: int, is_finite: bool, num_drafts: int
+    ) -> Outcome:
+        """Commit what may be committed of a block: the target's token at each row, as far as the draft of
+        num_drafts tokens was accepted, and one more."""
         ride.read(num_drafts + 1)
         request = ride.request
         if ride.is_over:
@@ -247,8 +251,8 @@ class PipelinedStepLoop(RequestLoop):
             return self._refuse(ride, num_drafts)
         # As if the draft had been cut so that a token of the target's own ends what fits.
         num_drafts = min(num_drafts, request.room - 1)
-        num_accepted = min(num_drafts, len(tokens) - 1)
-        verified = end_at_stop(tokens[: num_accepted + 1], num_accepted, request.stop_token_ids)
+        num_accepted = min(num_accepted, num_drafts)
+        verified = end_at_stop(chosen[: num_accepted + 1], num_accepted, request.stop_token_ids)
         events = self._commit(request, verified, num_drafts)
         if request.phase is Phase.RUNNING:
             request.cached_len = len(request.tokens) - 1
