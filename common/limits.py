@@ -132,6 +132,9 @@ DESCRIPTOR_TRIES_MAX = 8
 # The drafter maps the ring and captures its graphs over it before it answers: some 20 batch sizes, with
 # kernels that may have to be compiled first. Meanwhile the target decodes plainly.
 DEVICE_HANDSHAKE_DEADLINE_S = 120.0
+# What a drafter has launched for a target that is lost is some milliseconds of work once its waits are
+# released; a device that has not done it by then hangs, and the service ends.
+RUN_OUT_DEADLINE_S = 10.0
 # Positions that a step in flight may name: past the longest context by the blocks that were reserved ahead.
 POSITION_MAX = CONTEXT_LEN_MAX + 4 * BLOCK_SIZE_MAX
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from common import limits
 from common.contract import Mismatch
 from common.errors import Unavailable
 from common.log import get_log
@@ -28,8 +29,6 @@ log = get_log("device_links")
 # How often a lost link's work is looked at, and its waits are released again: a target that still lives may
 # write its own, lower value over a release.
 _RUN_OUT_POLL_S = 0.01
-# What was launched is some milliseconds of work once its waits are released.
-_RUN_OUT_DEADLINE_S = 10.0
 # One target at a time works over a ring; another may go on by messages.
 RING_TAKEN = Mismatch("target_instance_id", "the target that streams", "another one")
 
@@ -160,13 +159,13 @@ class DeviceLinks:
         # An engine that failed has ended the service already.
         with contextlib.suppress(Unavailable):
             try:
-                async with asyncio.timeout(_RUN_OUT_DEADLINE_S):
+                async with asyncio.timeout(limits.RUN_OUT_DEADLINE_S):
                     link.flags.release()
                     while not await self._engine_thread.run(self._desk.is_idle, link):
                         await asyncio.sleep(_RUN_OUT_POLL_S)
                         link.flags.release()
             except TimeoutError:
-                log.error("device_hangs", deadline_s=_RUN_OUT_DEADLINE_S)
+                log.error("device_hangs", deadline_s=limits.RUN_OUT_DEADLINE_S)
                 self._on_failure("device")
                 return
             await self._engine_thread.run(self._desk.end_link, link)

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
+from common import limits
 from common.handoff.ring import Ring
 from common.handoff.ring_offer import RingOffer, encode_ring_offer
 from common.pb.tandem.v1 import drafter_pb2 as pb
-from services.drafter import device_links
 from services.drafter.launch_control import LAUNCHES_IN_FLIGHT_MAX
 from services.drafter.loading import LoadedDrafter, RingWork
 from tests.builders_drafter import build_draft_pair
@@ -300,7 +300,8 @@ async def test_a_second_target_is_refused_the_ring_and_served_by_messages(
                 with pytest.raises(grpc.aio.AioRpcError) as error:
                     await attach(two)
                 assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-                assert (error.value.details() or "").startswith("target_instance_id: ours the target that streams")
+                text = error.value.details() or ""
+                assert text.startswith("target_instance_id: ours the target that streams")
                 async with two.stream() as by_messages:
                     assert outcomes_of(await by_messages.ask(two.first_message(1, num_rows=6))) == {1: "OK"}
             await stream.call.write(goes_on(one, 7, 2))
@@ -389,7 +390,7 @@ async def test_a_stop_ends_a_stream_whose_step_is_in_flight(rig: DrafterRig, dev
 async def test_a_device_on_which_lost_work_does_not_run_out_fails_the_service(
     rig: DrafterRig, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_links, "_RUN_OUT_DEADLINE_S", 0.2)
+    monkeypatch.setattr(limits, "RUN_OUT_DEADLINE_S", 0.2)
     async with rig.target() as target:
         await attach(target)
         async with target.stream() as stream:
