@@ -29,7 +29,7 @@ if torch.cuda.is_available():
     from services.target.model.kernel_llama import KernelLlama
     from services.target.model.llama import Llama, LlamaWeights
     from tests.builders import build_tiny_llama_dir
-    from tests.lane_rig import LaneRig, Rider, cpu_answer
+    from tests.engine_rig import EngineRig, Rider, cpu_answer
 
 SEED = 20261212
 DEVICE = "cuda"
@@ -95,7 +95,7 @@ def test_text_is_the_cpu_engines(tmp_path: Path, drafting: bool) -> None:
         riders.append(Rider(prompt, sampling, answer, wanted))
     engine = engine_over(weights)
     ring = with_drafting(engine, weights) if drafting else None
-    rig = LaneRig(
+    rig = EngineRig(
         engine, PagePool(NUM_PAGES, PAGE_SIZE), num_lanes=NUM_LANES, vocab=VOCAB, extend_rows=EXTEND_ROWS,
         seed=SEED, ring=ring,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from services.target.core.request import FinishReason, RequestFailed, RequestFinished, SamplingParams
 from tests.core_rig import Ask, Tape
 from tests.fakes_device import VOCAB_ROWS, Oracle
-from tests.lanes_rig import ChangingDrafter, Habits, LanesRig, MessageDrafter, RingDrafter
+from tests.pipelined_rig import ChangingDrafter, Habits, MessageDrafter, PipelinedRig, RingDrafter
 
 SEED = 20261220
 DRAFTERS = {"none": None, "ring": RingDrafter, "messages": MessageDrafter, "changing": ChangingDrafter}
@@ -58,7 +58,7 @@ def test_a_history_gives_the_targets_tokens_and_loses_nothing(kind: str, round_:
         block_sizes=rng.choice([(2,), (4,), (8,), (2, 4, 8)]),
     )  # fmt: skip
     make = DRAFTERS[kind]
-    rig = LanesRig(
+    rig = PipelinedRig(
         rng, make and (lambda rig: make(rig, rng, habits)),
         nan_share=rng.choice([0.0, 0.0, 0.003, 0.02]), num_pages=num_pages, page_size=page_size,
         num_running_max=rng.choice([1, 2, 4, 8]), extend_rows_max=rng.choice([1, 3, 8, 64]),

@@ -19,17 +19,17 @@ from services.target.core.scheduler import Batch, Scheduler
 from services.target.core.step import StepLoop
 from tests.core_rig import Ask, RecordedObserver, Tape
 from tests.fakes_device import VOCAB_ROWS, Oracle, cell
-from tests.lanes_rig import Habits, LanesRig, MessageDrafter, MessageSource, RingDrafter
+from tests.pipelined_rig import Habits, MessageDrafter, MessageSource, PipelinedRig, RingDrafter
 
 SEED = 20261222
 PROMPT = [5, 9, 2]
-Make = Callable[[LanesRig], PipelinedDrafter] | None
+Make = Callable[[PipelinedRig], PipelinedDrafter] | None
 KINDS: dict[str, Any] = {"none": None, "ring": RingDrafter, "messages": MessageDrafter}
 
 
-def build_rig(kind: str = "none", habits: Habits | None = None, **changes: Any) -> LanesRig:
+def build_rig(kind: str = "none", habits: Habits | None = None, **changes: Any) -> PipelinedRig:
     rng, make = random.Random(SEED), KINDS[kind]
-    return LanesRig(rng, make and (lambda rig: make(rig, rng, habits)), **changes)
+    return PipelinedRig(rng, make and (lambda rig: make(rig, rng, habits)), **changes)
 
 
 def answer(prompt: list[int], count: int) -> list[int]:
@@ -405,10 +405,10 @@ def test_a_step_in_turn_reports_and_hands_over_what_the_cpus_loop_does(round_: i
         for _ in range(8)
     ]  # fmt: skip
     sizes: Any = {"num_pages": 400, "max_len": 64, "num_running_max": 3, "extend_rows_max": 16}
-    rig = LanesRig(random.Random(1), lambda rig: MessageDrafter(rig, random.Random(2), habits), **sizes)
+    rig = PipelinedRig(random.Random(1), lambda rig: MessageDrafter(rig, random.Random(2), habits), **sizes)
     tapes = rig.run(asks)
 
-    twin = LanesRig(random.Random(1), **sizes)
+    twin = PipelinedRig(random.Random(1), **sizes)
     source = MessageSource(twin, random.Random(2), habits)
     twin.scheduler = Scheduler(twin.pool, num_running_max=3, extend_rows_max=16)  # type: ignore[assignment]
     observer = RecordedObserver()

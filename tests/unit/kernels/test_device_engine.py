@@ -20,8 +20,8 @@ from services.target.core.request import SamplingParams
 from services.target.model.kernel_llama import KernelLlama
 from services.target.model.llama import Llama, LlamaWeights
 from tests.builders import build_tiny_llama_dir
+from tests.engine_rig import EngineRig, Rider, cpu_answer
 from tests.fakes_kernels import PagedLlama
-from tests.lane_rig import LaneRig, Rider, cpu_answer
 from tests.paged_runs import Piece, run_pieces
 
 SEED = 20261211
@@ -83,8 +83,8 @@ def riders(weights: LlamaWeights, count: int, rows_each: int, *, num_wanted: int
     return found
 
 
-def rig_over(engine: DeviceEngine, ring: Ring | None, *, lag: int = 1) -> LaneRig:
-    return LaneRig(
+def rig_over(engine: DeviceEngine, ring: Ring | None, *, lag: int = 1) -> EngineRig:
+    return EngineRig(
         engine, PagePool(NUM_PAGES, PAGE_SIZE), num_lanes=NUM_LANES, vocab=VOCAB, extend_rows=EXTEND_ROWS,
         seed=SEED, ring=ring, lag=lag,
     )  # fmt: skip

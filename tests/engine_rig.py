@@ -71,7 +71,7 @@ class _Launched:
     extends: list[tuple[Rider, bool]] = field(default_factory=list)
 
 
-class LaneRig:
+class EngineRig:
     def __init__(
         self, engine: DeviceEngine, pool: PagePool, *, num_lanes: int, vocab: int, extend_rows: int,
         seed: int, ring: Ring | None = None, lag: int = 1,

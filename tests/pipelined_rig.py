@@ -34,13 +34,13 @@ class Habits:
     block_sizes: tuple[int, ...] = (4,)
 
 
-class LanesRig:
+class PipelinedRig:
     """Submit asks, run steps, look at the tapes."""
 
     def __init__(
         self,
         rng: random.Random,
-        drafter: Callable[[LanesRig], PipelinedDrafter] | None = None,
+        drafter: Callable[[PipelinedRig], PipelinedDrafter] | None = None,
         *,
         nan_share: float = 0.0,
         num_pages: int = 64,
@@ -129,7 +129,7 @@ class Contexts:
     """What a drafter holds of each session: the cells from a start on. Drafts with the target's own model
     where it holds all of them, which is right only if what it was given is."""
 
-    def __init__(self, rig: LanesRig, rng: random.Random, habits: Habits) -> None:
+    def __init__(self, rig: PipelinedRig, rng: random.Random, habits: Habits) -> None:
         self._rig, self._rng, self._habits = rig, rng, habits
         self._held: dict[int, tuple[int, list[int]]] = {}
         self.num_drafts = 0
@@ -173,7 +173,7 @@ class Contexts:
 class _Connection:
     """Whether a drafter is there, and which."""
 
-    def __init__(self, rig: LanesRig, rng: random.Random, habits: Habits) -> None:
+    def __init__(self, rig: PipelinedRig, rng: random.Random, habits: Habits) -> None:
         self.rig, self.rng, self.habits = rig, rng, habits
         self.contexts = Contexts(rig, rng, habits)
         self.draft: DraftContract | None = None
@@ -230,7 +230,7 @@ class RingDrafter:
 
     inline: DraftSource | None = None
 
-    def __init__(self, rig: LanesRig, rng: random.Random, habits: Habits | None = None) -> None:
+    def __init__(self, rig: PipelinedRig, rng: random.Random, habits: Habits | None = None) -> None:
         self._rig, self._rng, self.habits = rig, rng, habits or Habits()
         self._connection = _Connection(rig, rng, self.habits)
         self._work: list[_Work] = []
@@ -351,7 +351,7 @@ class RingDrafter:
 class MessageSource:
     """A DraftSource that is told what was committed."""
 
-    def __init__(self, rig: LanesRig, rng: random.Random, habits: Habits | None = None) -> None:
+    def __init__(self, rig: PipelinedRig, rng: random.Random, habits: Habits | None = None) -> None:
         self._rig, self._rng, self.habits = rig, rng, habits or Habits()
         self._connection = _Connection(rig, rng, self.habits)
         self._answers: dict[int, list[int]] = {}
@@ -434,7 +434,7 @@ class MessageSource:
 class MessageDrafter(NoPipelinedDrafter):
     """A PipelinedDrafter that is a MessageSource."""
 
-    def __init__(self, rig: LanesRig, rng: random.Random, habits: Habits | None = None) -> None:
+    def __init__(self, rig: PipelinedRig, rng: random.Random, habits: Habits | None = None) -> None:
         self.source = MessageSource(rig, rng, habits)
 
     @property
@@ -456,7 +456,7 @@ class MessageDrafter(NoPipelinedDrafter):
 class ChangingDrafter:
     """A PipelinedDrafter that is reached through the ring for a while, then by messages, and so on."""
 
-    def __init__(self, rig: LanesRig, rng: random.Random, habits: Habits | None = None) -> None:
+    def __init__(self, rig: PipelinedRig, rng: random.Random, habits: Habits | None = None) -> None:
         self._rng = rng
         self._through_ring, self._by_messages = RingDrafter(rig, rng, habits), MessageSource(rig, rng, habits)
         self._is_inline = False
