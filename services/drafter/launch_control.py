@@ -1,7 +1,6 @@
 """A launch's numbers on their way to the device, its results and times on their way back.
 
-Each launch in flight has host memory of its own, pinned on CUDA, so that writing the next one waits for no
-copy. Knows the layout of a launch; nothing of models or graphs.
+Knows the layout of a launch; nothing of models or graphs.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from common.handoff.transport import Outcome
+from common.pinned_ring import PinnedRing
 from services.drafter.draft_work import DraftResults, DraftWork, LaneResult
 
 # Launches whose results were not read yet, at most: as many as messages wait in the drafter's queue.
@@ -52,15 +52,17 @@ class LaunchControl:
         self._first_append = _HEADER_WORDS + 2 * num_rows_max
         self._first_entry = self._first_append + num_lanes * _APPEND_WORDS
         num_words = self._first_entry + num_pages * _ENTRY_WORDS
-        self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._control = PinnedRing(num_words, LAUNCHES_IN_FLIGHT_MAX, device)
+        self._device = self._control.device
         self.num_entries, self.wanted = self._device[0:1], self._device[1:2]
         self.row_lanes = self._device[_HEADER_WORDS : _HEADER_WORDS + num_rows_max]
         self.begins = self._device[_HEADER_WORDS + num_rows_max : self._first_append]
         self.appends = self._device[self._first_append : self._first_entry].view(-1, _APPEND_WORDS)
         self.entries = self._device[self._first_entry :].view(-1, _ENTRY_WORDS)
-        self._results = torch.zeros(num_rows_max + num_lanes, 2, dtype=torch.int32, device=device)
-        self.row_results, self.append_results = self._results.split([num_rows_max, num_lanes])
-        self._copies = [_HostCopy(self._device, self._results) for _ in range(LAUNCHES_IN_FLIGHT_MAX)]
+        self._results = PinnedRing(2 * (num_rows_max + num_lanes), LAUNCHES_IN_FLIGHT_MAX, device)
+        results = self._results.device.view(-1, 2)
+        self.row_results, self.append_results = results.split([num_rows_max, num_lanes])
+        self._in_flight = [_InFlight(device.type == "cuda") for _ in range(LAUNCHES_IN_FLIGHT_MAX)]
         self._number = 0
 
     def reset(self) -> None:
@@ -72,10 +74,10 @@ class LaunchControl:
         """Write a launch and enqueue its copy to the device."""
         ticket = Ticket(self._number, len(work.lanes), len(work.appends))
         self._number += 1
-        copy = self._copy_of(ticket)
-        assert copy.ticket is None, f"results of launch {ticket.number - LAUNCHES_IN_FLIGHT_MAX} are unread"
-        copy.ticket = ticket
-        words = copy.words
+        place = self._place_of(ticket)
+        assert place.ticket is None, f"results of launch {ticket.number - LAUNCHES_IN_FLIGHT_MAX} are unread"
+        place.ticket = ticket
+        words = self._control.words(ticket.number)
         words[:2] = len(work.pages), work.blocks
         words[_HEADER_WORDS : self._first_append] = 0
         row_lanes = words[_HEADER_WORDS : _HEADER_WORDS + self._num_rows_max]
@@ -90,54 +92,49 @@ class LaunchControl:
         stop = self._first_entry + len(work.pages) * _ENTRY_WORDS
         if work.pages:
             words[self._first_entry : stop].reshape(-1, _ENTRY_WORDS)[:] = work.pages
-        self._device[:stop].copy_(copy.control[:stop], non_blocking=True)
+        self._control.upload(ticket.number, stop)
         return ticket
 
     def mark_begun(self, ticket: Ticket) -> None:
         """The times begin here."""
-        self._copy_of(ticket).mark(_BEGUN)
+        self._place_of(ticket).mark(_BEGUN)
 
     def mark_ingested(self, ticket: Ticket) -> None:
         """What is enqueued from here on drafts."""
-        self._copy_of(ticket).mark(_INGESTED)
+        self._place_of(ticket).mark(_INGESTED)
 
     def download(self, ticket: Ticket) -> None:
         """Enqueue the copy of the results to the host. The times end here."""
-        copy = self._copy_of(ticket)
-        copy.results.copy_(self._results, non_blocking=True)
-        copy.mark(_DRAFTED)
+        self._results.download(ticket.number, self._results.device.shape[0])
+        self._place_of(ticket).mark(_DRAFTED)
 
     def results_to_host(self, ticket: Ticket) -> tuple[DraftResults, LaunchTimes]:
         """Waits, without the interpreter's lock, until the launch is done. Once for each ticket."""
-        copy = self._copy_of(ticket)
-        assert copy.ticket == ticket, f"launch {ticket.number} was read before"
-        copy.wait()
-        copy.ticket = None
-        found = copy.results.tolist()
+        place = self._place_of(ticket)
+        assert place.ticket == ticket, f"launch {ticket.number} was read before"
+        place.wait()
+        place.ticket = None
+        found = self._results.words(ticket.number).reshape(-1, 2).tolist()
         rows = found[: ticket.num_rows]
         appends = found[self._num_rows_max : self._num_rows_max + ticket.num_appends]
         times = LaunchTimes(
-            copy.seconds_between(_BEGUN, _INGESTED), copy.seconds_between(_INGESTED, _DRAFTED)
+            place.seconds_between(_BEGUN, _INGESTED), place.seconds_between(_INGESTED, _DRAFTED)
         )
         return DraftResults(_lane_results(appends), _lane_results(rows)), times
 
-    def _copy_of(self, ticket: Ticket) -> _HostCopy:
-        return self._copies[ticket.number % LAUNCHES_IN_FLIGHT_MAX]
+    def _place_of(self, ticket: Ticket) -> _InFlight:
+        return self._in_flight[ticket.number % LAUNCHES_IN_FLIGHT_MAX]
 
 
 def _lane_results(words: list[list[int]]) -> list[LaneResult]:
     return [LaneResult(Outcome(outcome), context_len) for outcome, context_len in words]
 
 
-class _HostCopy:
-    """Host memory of one launch in flight, and the moments it passed. ticket: whose; None when free."""
+class _InFlight:
+    """A launch in flight and the moments it passed. ticket: whose place it is; None when free."""
 
-    def __init__(self, control: torch.Tensor, results: torch.Tensor) -> None:
-        is_cuda = control.is_cuda
+    def __init__(self, is_cuda: bool) -> None:
         self.ticket: Ticket | None = None
-        self.control = torch.zeros(control.shape, dtype=control.dtype, pin_memory=is_cuda)
-        self.results = torch.zeros(results.shape, dtype=results.dtype, pin_memory=is_cuda)
-        self.words = self.control.numpy()
         # Blocking: whoever waits sleeps, for the drafter's cores have other work.
         self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(3 * is_cuda)]
         self._times_s = [0.0, 0.0, 0.0]

@@ -1,6 +1,5 @@
 """What the host tells the device for a launch: written in place into pinned memory, sent in one copy each.
 
-Pinned buffers are used in turn, so that writing the next launch never waits for the copy of one before.
 Knows layouts (common/kernels/lanes.py, extend_rows.py) and sizes; nothing of models or graphs.
 """
 
@@ -10,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from common import limits
 from common.kernels.extend_rows import ExtendBatch
@@ -25,39 +23,12 @@ from common.kernels.lanes import (
 from common.kernels.paged_attention import RaggedRows, Tile, row_tiles
 from common.kernels.sampling import min_p_reach
 from common.paged_kv import PageEntry
+from common.pinned_ring import PinnedRing, Words
 from services.target.core.device_launch import ExtendRows
 from services.target.core.request import SamplingParams
 
 # Launches whose results are not read yet, at most: the loop runs one or two ahead.
 LAUNCHES_IN_FLIGHT_MAX = 4
-
-Words = NDArray[np.int32]
-
-
-class PinnedRing:
-    """An int32 buffer on the device, and as many of the host's as launches may be in flight."""
-
-    def __init__(self, num_words: int, device: torch.device) -> None:
-        self.device = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._hosts = [
-            torch.zeros(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
-            for _ in range(LAUNCHES_IN_FLIGHT_MAX)
-        ]
-        self._words = [host.numpy() for host in self._hosts]
-
-    def words(self, number: int) -> Words:
-        """The host's buffer for a launch; its last user's results must have been read."""
-        return self._words[number % LAUNCHES_IN_FLIGHT_MAX]
-
-    def upload(self, number: int, num_words: int) -> None:
-        """Enqueue the copy of the first words to the device."""
-        host = self._hosts[number % LAUNCHES_IN_FLIGHT_MAX]
-        self.device[:num_words].copy_(host[:num_words], non_blocking=True)
-
-    def download(self, number: int, num_words: int) -> None:
-        """Enqueue the copy of the first words to the host."""
-        host = self._hosts[number % LAUNCHES_IN_FLIGHT_MAX]
-        host[:num_words].copy_(self.device[:num_words], non_blocking=True)
 
 
 def join_words(lane: int, sampling: SamplingParams) -> Words:
@@ -79,7 +50,7 @@ class LaneControl:
         self.first_join = HEADER_WORDS + 2 * num_lanes
         # Every lane joins, every page is entered, every lane has the longest draft.
         num_words = self.first_join + num_lanes * (JOIN_WORDS + limits.BLOCK_SIZE_MAX)
-        self._ring = PinnedRing(num_words + num_pages * ENTRY_WORDS, device)
+        self._ring = PinnedRing(num_words + num_pages * ENTRY_WORDS, LAUNCHES_IN_FLIGHT_MAX, device)
         self.device = self._ring.device
         self.lanes = self.device[HEADER_WORDS : HEADER_WORDS + num_lanes]
         self.draft_rows = self.device[HEADER_WORDS + num_lanes : self.first_join]
@@ -151,7 +122,7 @@ class ExtendControl:
         for name, size in sizes.items():
             self._places[name] = slice(at, at + size)
             at += size
-        self._ring = PinnedRing(at, device)
+        self._ring = PinnedRing(at, LAUNCHES_IN_FLIGHT_MAX, device)
         self.reset()
 
     def reset(self) -> None:

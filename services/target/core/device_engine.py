@@ -23,13 +23,12 @@ from common.handoff.ring import Ring
 from common.kernels.lanes import LaneState
 from common.kernels.verify import RESULT_WORDS
 from common.layers.rope import POSITIONS_BEYOND_CONTEXT
+from common.pinned_ring import PinnedRing, Words
 from services.target.core.captured_rows import CapturedRows
 from services.target.core.control_buffer import (
     LAUNCHES_IN_FLIGHT_MAX,
     ExtendControl,
     LaneControl,
-    PinnedRing,
-    Words,
     join_words,
 )
 from services.target.core.device_launch import Launch, Results, Ticket
@@ -70,9 +69,10 @@ class DeviceEngine:
         lane_buckets: Sequence[int] = (),
         extend_buckets: Sequence[int] = (),
         on_captured: Callable[[int, int], None] = lambda done, total: None,
+        on_memory: Callable[[MemoryReport], None] = lambda report: None,
     ) -> None:
         """Allocates, and captures the graphs of plain decoding and of extends; on_captured hears how far it
-        is.
+        is, on_memory what is allocated once it is, and again when drafting was prepared.
 
         num_pages: usable pages, the sentinel comes on top. num_lanes: requests that run at once. max_len:
         tokens of a request. extend_rows_max, extends_max: prompt rows and prompts of a launch.
@@ -87,7 +87,7 @@ class DeviceEngine:
         self._num_lanes, self._page_size = num_lanes, page_size
         self._extends_max, self._extend_rows_max = extends_max, extend_rows_max
         self._synthetic_accepted = None if synthetic_accept is None else synthetic_accept - 1
-        self._on_captured = on_captured
+        self._on_captured, self._on_memory = on_captured, on_memory
         self._lane_buckets = list(lane_buckets) or buckets_up_to(num_lanes)
         self._extend_sizes = extend_sizes(list(extend_buckets) or buckets_up_to(extend_rows_max), extends_max)
         assert self._lane_buckets[-1] == num_lanes and self._extend_sizes[-1].num_rows == extend_rows_max
@@ -101,7 +101,7 @@ class DeviceEngine:
             dtype=model.dtype, device=device,
         )  # fmt: skip
         results_max = 2 * extends_max + num_lanes * (limits.BLOCK_SIZE_MAX + RESULT_WORDS)
-        self._results = PinnedRing(results_max, device)
+        self._results = PinnedRing(results_max, LAUNCHES_IN_FLIGHT_MAX, device)
         self._lane_control = LaneControl(num_lanes, num_pages, num_pages_each, device)
         group = model.config.num_heads // num_kv_heads
         self._extend_control = ExtendControl(
@@ -134,6 +134,7 @@ class DeviceEngine:
         # drafter, then. The rest of what is not recorded are copies.
         self.zero_pages([0])
         self._wait_for_device()
+        on_memory(self.memory_report())
 
     def prepare_drafting(self, draft: DraftContract, ring: Ring, *, by_messages: bool = False) -> None:
         """Capture the graphs that verify this draft's blocks and hand states over through this ring; make
@@ -161,6 +162,7 @@ class DeviceEngine:
                 self._captured_on_host = CapturedRows(
                     ring, num_lanes=self._num_lanes, pinned=self.stream is not None
                 )
+            self._on_memory(self.memory_report())
             return
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -287,6 +289,19 @@ class DeviceEngine:
         return StepBuffers.allocate(
             self._model, num_rows, self._num_lanes, num_rows, self._num_pages_each, device
         )
+
+    @staticmethod
+    def buffer_bytes(
+        model: KernelLlama, *, num_lanes: int, page_size: int, max_len: int, extend_rows_max: int,
+        extends_max: int, num_verify_rows: int,
+    ) -> int:  # fmt: skip
+        """What an engine allocates beside the K/V storage and its graphs, once it verifies so many rows."""
+        num_pages_each = -(-positions_max(max_len) // page_size)
+        sizes = [(extend_rows_max, extends_max, extends_max)]
+        sizes += [(num_rows, num_lanes, num_rows) for num_rows in (num_lanes, num_verify_rows) if num_rows]
+        meta = torch.device("meta")
+        planned = (StepBuffers.allocate(model, *size, num_pages_each, meta) for size in sizes)
+        return sum(buffers.num_bytes for buffers in planned)
 
     def _capture(self, buffers: StepBuffers, rows_each: int, handover: HandOver | None) -> Graphs:
         """Graphs over blocks of rows_each rows and over extends, recorded on padding."""
