@@ -35,6 +35,7 @@ START_DEADLINE_S = 240.0
 # More read no faster: the front sends from one process.
 _NUM_READERS = 4
 _STOP_GRACE_S = 3.0
+_LOG_LINES = 40
 _TARGET_FLAGS = (
     "--kv-tokens", "65536", "--num-running-max", str(NUM_REQUESTS), "--extend-rows-max", "64",
     "--fronts", "1", "--threads", "1",
@@ -107,6 +108,9 @@ class TinyServices:
                 ending.callback(child.stop, _STOP_GRACE_S)
             for child in reversed(self._children):
                 child.ask_to_end()
+        # Their directory goes.
+        for child in self._children:
+            _print_log(child)
 
     def drafter(self, name: str, *flags: str, device: str | None = None) -> Party:
         """A drafter, not started, that is stopped in the end; on the services' device unless one is named."""
@@ -171,6 +175,15 @@ def restart(party: Party) -> float:
     return time.monotonic() - began
 
 
+def _print_log(child: ChildService) -> None:
+    """Its last lines, for whoever reads of a failure; but for those of single requests."""
+    if not child.log_path.exists():
+        return
+    lines = child.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    told = [line for line in lines if '"request_id"' not in line]
+    print(f"--- {child.log_path}", *told[-_LOG_LINES:], sep="\n")
+
+
 # --- readers ---------------------------------------------------------------------------------------
 
 
@@ -199,7 +212,7 @@ class Readers:
         collect = self._start(target, asks, True)
         eventually(lambda: _num_begun(target) == before + len(asks), "all decode", 30)
         # Some steps with drafts.
-        time.sleep(0.05)
+        time.sleep(0.1)
         yield collect
 
     def _start(self, target: Party, asks: Sequence[Ask], drafting: bool) -> Callable[[], list[Answer]]:

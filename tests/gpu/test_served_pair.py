@@ -55,7 +55,7 @@ if not _FOR_CLIENTS:
     from tools.target_client import Answer, TargetClient
 
 # Enough that a fault after the first steps meets all of them, also where a step commits a whole block.
-LONG, SHORT = 1000, 64
+LONG, SHORT = 1200, 64
 
 
 @dataclass(frozen=True)
