@@ -30,10 +30,9 @@ def verify(chosen: list[int], draft: list[int], stop_ids: Set[int]) -> Verified:
 
 
 def end_at_stop(tokens: list[int], num_accepted: int, stop_ids: Set[int]) -> Verified:
-    """tokens: the first of a step's that may be committed, one at least; the step accepted num_accepted
-    drafts, which may be more. Nothing is committed past a stop id."""
-    matched = None
-    if not stop_ids.isdisjoint(tokens):
-        index = next(i for i, token in enumerate(tokens) if token in stop_ids)
-        tokens, matched = tokens[: index + 1], tokens[index]
-    return Verified(tokens, min(num_accepted, len(tokens)), matched)
+    """tokens: what a step may commit, the first num_accepted of which come from the draft. Nothing is
+    committed past a stop id."""
+    if stop_ids.isdisjoint(tokens):
+        return Verified(tokens, num_accepted, None)
+    index = next(i for i, token in enumerate(tokens) if token in stop_ids)
+    return Verified(tokens[: index + 1], min(num_accepted, index + 1), tokens[index])
