@@ -84,8 +84,9 @@ class ServiceSettings(BaseSettings):
     metrics_port: int = Field(0, ge=0, le=65535, description="port of the metrics page; 0 switches it off")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     threads: int = Field(
-        0, ge=0, le=1024, description="CPU threads for tensor work; 0 leaves it to the library"
-    )
+        0, ge=0, le=1024,
+        description="CPU threads for tensor work, ignored with --device cuda; 0 leaves it to the library",
+    )  # fmt: skip
     grace_s: float = Field(
         20.0, ge=0, le=3600, allow_inf_nan=False, description="seconds for running work to end after SIGTERM"
     )

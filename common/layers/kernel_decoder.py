@@ -109,7 +109,7 @@ class KernelDecoder:
         self._page_size = page_size
         self._num_rows_max = num_rows_max
         self._pdl = pdl
-        scratch = GemmScratch.allocate(
+        self._scratch = scratch = GemmScratch.allocate(
             [weight for layer in layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down)],
             num_rows_max=num_rows_max, row_independent=row_independent,
         )  # fmt: skip
@@ -134,6 +134,13 @@ class KernelDecoder:
         self._branch = rows_of(shape.hidden_size)
         self._gate_up = rows_of(2 * shape.intermediate_size)
         self._opened = rows_of(shape.intermediate_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of activations and workspaces."""
+        rows = (self._normed, self._qkv, self._q, self._mixed, self._branch, self._gate_up, self._opened)
+        split = (self._attention.partial, self._attention.peaks_totals)
+        return self._scratch.num_bytes + sum(tensor.nbytes for tensor in (*rows, *split))
 
     def forward(
         self,

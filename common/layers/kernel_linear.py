@@ -38,6 +38,10 @@ class GemmScratch:
         num_partials, num_tiles = (max(need) for need in zip(*needs, strict=True))
         return cls(GemmWorkspace.allocate(num_partials, num_tiles, weights[0].device))
 
+    @property
+    def num_bytes(self) -> int:
+        return self.workspace.partials.nbytes + self.workspace.arrivals.nbytes
+
 
 class KernelLinear:
     """A weight `[N, K]`, contiguous, that is multiplied with rows of its own type."""

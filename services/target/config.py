@@ -60,12 +60,11 @@ class TargetSettings(ServiceSettings):
         None, ge=2, le=limits.CONTEXT_LEN_MAX,
         description="longest prompt plus output, in tokens; default: the model's or --kv-tokens",
     )  # fmt: skip
-    kv_tokens: int = Field(
-        16384,
-        ge=2,
-        le=limits.KV_TOKENS_MAX,
-        description="tokens that the KV pool holds, all requests together",
-    )
+    kv_tokens: int | None = Field(
+        None, ge=2, le=limits.KV_TOKENS_MAX,
+        description="tokens that the KV pool holds, all requests together; default: 16384 on a cpu, else "
+        "what fits in 0.85 of the memory that weights, buffers and graphs leave free, as the log says",
+    )  # fmt: skip
     page_size: int = Field(16, ge=1, le=limits.PAGE_SIZE_MAX, description="tokens of a KV page")
     num_running_max: int = Field(
         32, ge=1, le=limits.REQUESTS_RUNNING_MAX, description="requests in a batch at most"
@@ -74,12 +73,11 @@ class TargetSettings(ServiceSettings):
         limits.REQUESTS_WAITING_MAX, ge=1, le=limits.REQUESTS_WAITING_MAX,
         description="requests that may wait; more are refused",
     )  # fmt: skip
-    extend_rows_max: int = Field(
-        256,
-        ge=1,
-        le=limits.EXTEND_ROWS_MAX,
-        description="prompt tokens computed in a step, so that decoding requests go on",
-    )
+    extend_rows_max: int | None = Field(
+        None, ge=1, le=limits.EXTEND_ROWS_MAX,
+        description="prompt tokens computed in a step, so that decoding requests go on; default: 256 on a "
+        "cpu, else 2048",
+    )  # fmt: skip
 
     fronts: int | None = Field(
         None, ge=0, le=limits.FRONTS_MAX,
@@ -112,6 +110,12 @@ class TargetSettings(ServiceSettings):
     def dtype_name(self) -> str:
         """`dtype`, resolved."""
         return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+
+    @property
+    def num_extend_rows_max(self) -> int:
+        """`extend_rows_max`, resolved."""
+        # Whoever decodes waits for them: half a second for 256 rows of a 135M model on two cores.
+        return self.extend_rows_max or (256 if self.device == "cpu" else 2048)
 
     @property
     def handoff_parent(self) -> Path:

@@ -19,6 +19,9 @@ from services.target.core_parts import CoreParts
 from services.target.metrics import TargetMetrics
 from services.target.model.llama import Llama
 
+# 0.4 GB of a 135M model in float32.
+KV_TOKENS = 16384
+
 
 def load(settings: TargetSettings) -> Llama:
     """Raises ConfigError or CheckpointError."""
@@ -38,7 +41,7 @@ def compose(
         )  # fmt: skip
     source: DraftSource = remote or NoDrafts()
     scheduler = Scheduler(
-        pool, num_running_max=settings.num_running_max, extend_rows_max=settings.extend_rows_max
+        pool, num_running_max=settings.num_running_max, extend_rows_max=settings.num_extend_rows_max
     )
     loop = StepLoop(scheduler, Engine(model, pool, settings.device), source, observer)
     prepare = functools.partial(spread_tensor_work, settings.threads)

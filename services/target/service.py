@@ -78,7 +78,7 @@ def load_model(settings: TargetSettings) -> LoadedModel:
 async def serve(settings: TargetSettings, model: LoadedModel) -> int:
     """Serve until a signal or a failure; the exit status. Raises ConfigError when it cannot start."""
     instance_id = uuid.uuid4().hex
-    pool = _open_pool(settings)
+    pool = _open_pool(settings, model)
     served = _served_model(settings, model, pool)
     metrics = Metrics(PREFIX, served.name)
     observer = TargetMetrics(metrics)
@@ -104,13 +104,21 @@ async def serve(settings: TargetSettings, model: LoadedModel) -> int:
     return await life.run()
 
 
-def _open_pool(settings: TargetSettings) -> PagePool:
-    num_pages = settings.kv_tokens // settings.page_size
+def _open_pool(settings: TargetSettings, model: LoadedModel) -> PagePool:
+    kv_tokens = settings.kv_tokens or _choose_kv_tokens(settings, model)
+    num_pages = kv_tokens // settings.page_size
     if num_pages == 0:
-        raise ConfigError(
-            "kv_tokens", f"must be at least --page-size {settings.page_size}", given=settings.kv_tokens
-        )
+        raise ConfigError("kv_tokens", f"must be at least --page-size {settings.page_size}", given=kv_tokens)
     return PagePool(num_pages, settings.page_size)
+
+
+def _choose_kv_tokens(settings: TargetSettings, model: LoadedModel) -> int:
+    if isinstance(model, Llama):
+        return cpu_parts.KV_TOKENS
+    from services.target import cuda_parts
+
+    assert isinstance(model, LlamaWeights)
+    return cuda_parts.choose_kv_tokens(settings, model)
 
 
 def _served_model(settings: TargetSettings, model: LoadedModel, pool: PagePool) -> ServedModel:

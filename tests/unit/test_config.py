@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from common import limits
 from common.address import TcpAddress, UnixAddress
 from common.config import load_settings, load_settings_or_exit
 from common.errors import ConfigError
 from services.target.config import TargetSettings
+from services.target.kv_budget import kv_tokens_that_fit
 
 NEEDED = ["--model", "m", "--listen", "unix:/run/t.sock"]
 
@@ -154,6 +156,55 @@ def test_fronts_are_processes_of_their_own_where_the_device_is_no_cpu() -> None:
     assert load("--device", "cuda", "--fronts", "0").num_fronts == 0
     assert load("--listen", "127.0.0.1:0", "--fronts", "3").num_fronts == 3
     assert load("--fronts", "1").num_fronts == 1
+
+
+def test_a_step_takes_more_prompt_rows_on_a_gpu_unless_it_is_told_how_many() -> None:
+    assert load().num_extend_rows_max == 256
+    assert load("--device", "cuda").num_extend_rows_max == 2048
+    assert load("--device", "cuda", "--extend-rows-max", "7").num_extend_rows_max == 7
+
+
+def test_who_chooses_the_size_of_the_kv_pool_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("--device", "cuda").kv_tokens is None
+    assert load("--kv-tokens", "4096").kv_tokens == 4096
+    with pytest.raises(SystemExit):
+        load("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "default: 16384 on a cpu, else what fits in 0.85 of the memory" in text
+    assert "default: 256 on a cpu, else 2048" in text
+    assert "CPU threads for tensor work, ignored with --device cuda" in text
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "other", "token_bytes", "useful", "tokens"),
+    [
+        # 8B in bfloat16 on a GPU of 140 GB: 144 KiB a token.
+        (124 * GIB, 4 * GIB, 144 << 10, 1 << 30, 742_736),
+        # A small model: what 32 requests of 8,192 tokens can hold.
+        (140 * GIB, 2 * GIB, 23 << 10, 32 * 8192, 32 * 8192),
+        (140 * GIB, 0, 1, 1 << 40, limits.KV_TOKENS_MAX),
+        (GIB + 16 * 1024, GIB, 850, 1 << 30, 16),
+    ],
+)
+def test_the_kv_pool_takes_what_is_left_over_but_no_more_than_is_of_use(
+    free: int, other: int, token_bytes: int, useful: int, tokens: int
+) -> None:
+    found = kv_tokens_that_fit(
+        free_bytes=free, other_bytes=other, token_bytes=token_bytes, page_size=16, tokens_useful=useful
+    )
+    assert found == tokens
+    assert found % 16 == 0 and found * token_bytes <= 0.85 * (free - other)
+
+
+@pytest.mark.parametrize("free", [0, GIB, GIB + 16 * 1024])
+def test_a_gpu_that_has_nothing_left_for_a_page_is_said_to_be_full(free: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^kv_tokens: cannot be chosen, since {free >> 20} MiB are free"):
+        kv_tokens_that_fit(
+            free_bytes=free, other_bytes=GIB, token_bytes=1024, page_size=16, tokens_useful=1 << 20
+        )
 
 
 def test_a_unix_socket_is_not_shared_by_fronts() -> None:

@@ -290,19 +290,6 @@ class DeviceEngine:
             self._model, num_rows, self._num_lanes, num_rows, self._num_pages_each, device
         )
 
-    @staticmethod
-    def buffer_bytes(
-        model: KernelLlama, *, num_lanes: int, page_size: int, max_len: int, extend_rows_max: int,
-        extends_max: int, num_verify_rows: int,
-    ) -> int:  # fmt: skip
-        """What an engine allocates beside the K/V storage and its graphs, once it verifies so many rows."""
-        num_pages_each = -(-positions_max(max_len) // page_size)
-        sizes = [(extend_rows_max, extends_max, extends_max)]
-        sizes += [(num_rows, num_lanes, num_rows) for num_rows in (num_lanes, num_verify_rows) if num_rows]
-        meta = torch.device("meta")
-        planned = (StepBuffers.allocate(model, *size, num_pages_each, meta) for size in sizes)
-        return sum(buffers.num_bytes for buffers in planned)
-
     def _capture(self, buffers: StepBuffers, rows_each: int, handover: HandOver | None) -> Graphs:
         """Graphs over blocks of rows_each rows and over extends, recorded on padding."""
         self._wait_for_device()

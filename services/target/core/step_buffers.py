@@ -75,3 +75,16 @@ class StepBuffers:
             pdl=launches_may_overlap(model.device),
         )  # fmt: skip
         return chosen, finite
+
+
+def buffer_bytes(
+    model: KernelLlama, *, num_lanes: int, num_pages_each: int, extend_rows_max: int, extends_max: int,
+    num_verify_rows: int,
+) -> int:  # fmt: skip
+    """What an engine will have of these: for prompts, for plain steps, and, unless num_verify_rows is 0, for
+    verifies."""
+    sizes = [(extend_rows_max, extends_max, extends_max)]
+    sizes += [(num_rows, num_lanes, num_rows) for num_rows in (num_lanes, num_verify_rows) if num_rows]
+    meta = torch.device("meta")
+    planned = (StepBuffers.allocate(model, *size, num_pages_each, meta) for size in sizes)
+    return sum(buffers.num_bytes for buffers in planned)

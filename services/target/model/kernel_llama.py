@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from common.graphs import MemoryReport
 from common.layers.attention import CAUSAL
 from common.layers.kernel_decoder import DecoderShape, KernelDecoder, KernelLayer, PagedRows
 from common.layers.kernel_linear import GemmScratch, KernelLinear, launches_may_overlap
@@ -59,6 +60,12 @@ class KernelLlama:
         scratch = GemmScratch.allocate([lm_head], num_rows_max=num_rows_max, row_independent=row_independent)
         self._lm_head = KernelLinear(lm_head, scratch, row_independent=row_independent, pdl=pdl)
         self._residual = torch.zeros(num_rows_max, c.hidden_size, dtype=self.dtype, device=self.device)
+        self._weight_bytes = _num_bytes(weights)
+        self._activation_bytes = self._decoder.num_bytes + scratch.num_bytes + self._residual.nbytes
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes on the device: the weights, and what forwards need beside them."""
+        return [("weights", self._weight_bytes), ("activations", self._activation_bytes)]
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
@@ -105,6 +112,15 @@ def _kernel_layer(layer: LlamaLayer) -> KernelLayer:
         o=_plain(layer.o), post_norm=layer.post_norm, gate_up=_plain(layer.gate_up), down=_plain(layer.down),
         mask=CAUSAL,
     )  # fmt: skip
+
+
+def _num_bytes(weights: LlamaWeights) -> int:
+    """Each tensor once, also where embedding and lm_head are the same."""
+    values = [weights.final_norm, *vars(weights.shared).values(), *vars(weights.rope).values()]
+    for layer in weights.layers:
+        values += vars(layer).values()
+    tensors = {value.data_ptr(): value for value in values if isinstance(value, torch.Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _plain(weight: Weight) -> torch.Tensor:

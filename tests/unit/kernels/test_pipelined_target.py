@@ -3,7 +3,10 @@ engine give the tokens of the CPU's step loop."""
 
 from __future__ import annotations
 
+import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,11 @@ import torch
 from common import limits
 from common.config import load_settings
 from common.contract import DraftContract
+from common.errors import ConfigError
 from common.handoff.ring import Ring, RingShape
 from common.metrics import Metrics
 from common.paged_kv import PagePool
-from services.target import cuda_parts
+from services.target import cuda_parts, kv_budget
 from services.target.config import TargetSettings
 from services.target.core.core import Core
 from services.target.core.device_engine import DeviceEngine
@@ -83,6 +87,83 @@ def test_the_composed_core_serves_what_the_cpu_serves(weights: LlamaWeights) -> 
     (expected,) = plain_tokens(Llama(weights), [Ask([3, 4], 5)])
     assert [caller.tokens for caller in callers] == [expected] * 3
     assert not failures and pool.num_free == pool.num_pages
+
+
+def flags_of_a_gpu(*more: str) -> TargetSettings:
+    flags = ["--model", "m", "--listen", "unix:/t", "--device", "cuda", "--num-running-max", "2", *more]
+    return load_settings(TargetSettings, "services.target", flags)
+
+
+def test_the_kv_pool_is_planned_beside_what_composing_then_allocates(weights: LlamaWeights) -> None:
+    """The plan is of the very buffers; what a drafter needs is in it when there may be one."""
+    token_bytes = 2 * 3 * 16 * 4
+    flags = ("--extend-rows-max", str(EXTEND_ROWS), "--page-size", str(PAGE_SIZE))
+
+    def free_for(settings: TargetSettings) -> int:
+        """The least free memory with which a pool of one page is possible."""
+        low, high = 0, 4 << 30
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                cuda_parts.choose_kv_tokens(settings, weights, lambda device, free=middle: free)
+                high = middle
+            except ConfigError:
+                low = middle + 1
+        return low
+
+    model = cuda_parts._make_model(flags_of_a_gpu(*flags), weights, PAGE_SIZE, MAX_LEN)
+    engine = DeviceEngine(
+        model, num_pages=1, page_size=PAGE_SIZE, num_lanes=2, max_len=MAX_LEN, extend_rows_max=EXTEND_ROWS,
+        extends_max=2,
+    )  # fmt: skip
+    plain = free_for(flags_of_a_gpu(*flags))
+    buffers = sum(size for name, size in engine.memory_report() if name.startswith("rows"))
+    assert plain == buffers + kv_budget.GRAPH_BYTES + math.ceil(PAGE_SIZE * token_bytes / 0.85)
+
+    shape = RingShape(2, 16, 15, 5 * 32, torch.float32, EXTEND_ROWS)
+    ring = Ring.local(shape, "cpu")
+    draft = DraftContract((0, 1, 0, 1, 0), 16, 15, VOCAB - 1, MAX_LEN, "draft")
+    engine.prepare_drafting(draft, ring)
+    verifies = dict(engine.memory_report())["rows and logits of verifies"]
+    captured = ring.verify_captured.nbytes + ring.extend_captured.nbytes
+    with_drafter = free_for(flags_of_a_gpu(*flags, "--drafter", "unix:/d"))
+    assert with_drafter - plain == verifies + captured
+
+    settings = flags_of_a_gpu(*flags)
+    most = cuda_parts.choose_kv_tokens(settings, weights, lambda device: 4 << 30)
+    assert most == 2 * MAX_LEN
+
+
+def test_what_the_gpu_holds_is_logged_whole_when_it_is_allocated(
+    weights: LlamaWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[str, dict[str, Any]]] = []
+    log = SimpleNamespace(info=lambda event, **what: heard.append((event, what)))
+    monkeypatch.setattr(cuda_parts, "log", log)
+    settings = flags_of_a_gpu("--extend-rows-max", str(EXTEND_ROWS), "--page-size", str(PAGE_SIZE))
+    parts = cuda_parts.compose(
+        settings, weights, PagePool(30, PAGE_SIZE), max_len=MAX_LEN, instance_id="i",
+        observer=TargetMetrics(Metrics("tandem_target", "m")), open_channel=lambda address: None,
+    )  # fmt: skip
+    ring = Ring.local(RingShape(2, BLOCK, BLOCK - 1, len(TAPS) * 32, torch.float32, EXTEND_ROWS), "cpu")
+    parts.loop._engine.prepare_drafting(CONTRACT, ring)  # type: ignore[attr-defined]
+    before, after = [what for event, what in heard if event == "device_memory"]
+    assert before["rows_and_logits_of_verifies"] == 0 < after["rows_and_logits_of_verifies"]
+    num_weights = sum(t.nbytes for layer in weights.layers for t in vars(layer).values() if t is not None)
+    assert before["weights"] > num_weights and before["activations"] > 0
+    assert [what for event, what in heard if event == "graphs_captured"] == [
+        {"done": done, "total": 3} for done in (1, 2, 3)
+    ] * 2
+
+
+@pytest.mark.parametrize("total", [1, 3, 4, 40])
+def test_progress_is_told_each_quarter_and_at_the_end(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    log = SimpleNamespace(info=lambda event, done, total: heard.append(done))
+    monkeypatch.setattr(cuda_parts, "log", log)
+    for done in range(1, total + 1):
+        cuda_parts.log_captured(done, total)
+    assert len(heard) == min(total, 4) and heard[-1] == total
 
 
 class DeviceRig:
