@@ -121,8 +121,10 @@ class TargetMetrics:
         )  # fmt: skip
         self._step = m.histograms(
             "step_time_seconds",
-            "Parts of a step, which add up to it: draft_wait; the forward, as prefill when some request ran "
-            "more than one token of its own, else as verify; commit; host for all else.",
+            "Parts of a step: draft_wait; the forward, as prefill when some request ran more than one token "
+            "of its own, else as verify; commit; host for all else. They add up to the step on a CPU and "
+            "where drafts come by messages. On a GPU that runs ahead the forward is the device's time, and "
+            "commit and host pass beside it.",
             _STEP_S, "phase", ("prefill", "verify", "draft_wait", "commit", "host"),
         )  # fmt: skip
         self._batch_size = m.histogram("step_batch_size", "Requests in a step.", _BATCH)

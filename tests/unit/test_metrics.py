@@ -99,6 +99,14 @@ def test_a_step_adds_up(metrics: Metrics) -> None:
     assert found['step_time_seconds_count{phase="prefill"}'] == 0
 
 
+def test_the_parts_of_a_step_are_said_to_add_up_only_where_they_do(metrics: Metrics) -> None:
+    TargetMetrics(metrics)
+    texts = {family.name: family.documentation for family in metrics.registry.collect()}
+    text = texts["tandem_target_step_time_seconds"]
+    assert "add up to the step on a CPU and where drafts come by messages" in text
+    assert "pass beside it" in text
+
+
 def test_many_observations_at_once_are_those_one_by_one(metrics: Metrics) -> None:
     buckets = (0.1, 1.0, 10.0)
     one_by_one = metrics.histogram("a", "a", buckets)
