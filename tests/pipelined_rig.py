@@ -268,6 +268,10 @@ class RingDrafter:
         self._connection.refuse()
         self._forget_steps()
 
+    def lost_sessions(self) -> set[int]:
+        running = [r.session_id for r in self._rig.scheduler.running if r.drafting]
+        return {session_id for session_id in running if self._rng.random() < self.habits.lose}
+
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         assert self.draft is not None
         assert not set(session_ids) & self.ended
@@ -484,6 +488,9 @@ class ChangingDrafter:
 
     def refuse(self, mismatch: Mismatch) -> None:
         (self._by_messages if self._is_inline else self._through_ring).refuse(mismatch)
+
+    def lost_sessions(self) -> set[int]:
+        return self._through_ring.lost_sessions()
 
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         return self._through_ring.draft_rows(session_ids)

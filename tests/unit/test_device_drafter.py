@@ -202,6 +202,46 @@ def test_a_session_that_was_lost_has_no_draft_and_begins_again(world: World) -> 
     assert world.step(row(1, 12, 20), row(2, 12, 20)) == [0, 1]
 
 
+def test_a_context_that_was_lost_is_offered_for_capturing_anew_a_few_times_whatever_connections_come(
+    world: World,
+) -> None:
+    world.connect()
+    world.step(extends=(PostedExtend(1, 0, 0, 10),))
+    assert world.drafter.lost_sessions() == set()
+    num_offers = 0
+    for _ in range(2 * limits.RECAPTURES_MAX):
+        world.status.ended("UNAVAILABLE")
+        world.drafter.settle()
+        assert world.drafter.lost_sessions() == set()
+        world.status.probe_in_s()
+        world.connect()
+        num_offers += world.drafter.lost_sessions() == {1}
+        assert world.drafter.lost_sessions() == set()
+        world.step(extends=(PostedExtend(1, 0, 0, 10),))
+    assert num_offers == limits.RECAPTURES_MAX
+    assert world.resyncs == ["recaptured"] * 2 * limits.RECAPTURES_MAX
+
+
+def test_a_context_that_begins_late_is_offered_too(world: World) -> None:
+    world.connect()
+    world.step(row(1))
+    assert world.drafter.lost_sessions() == {1}
+    world.step(extends=(PostedExtend(1, 0, 0, 10),))
+    _, second = world.requests()
+    assert [(o.session_id, o.epoch, o.start_position) for o in second.opens] == [(1, 1, 0)]
+    assert world.resyncs == ["cold", "recaptured"]
+
+
+def test_sessions_that_end_without_a_connection_are_forgotten(world: World) -> None:
+    world.connect()
+    world.step(row(1))
+    world.status.ended("UNAVAILABLE")
+    world.step(ended=(1,))
+    world.status.probe_in_s()
+    world.connect()
+    assert world.drafter.lost_sessions() == set()
+
+
 def test_a_late_drafter_is_let_go_of_and_given_up_once(world: World) -> None:
     world.connect()
     flags = world.flags

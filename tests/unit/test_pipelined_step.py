@@ -270,6 +270,24 @@ def test_drafts_of_another_contract_than_the_one_that_is_there_are_left_out() ->
     assert tape.tokens == answer(PROMPT, 30)
 
 
+def test_a_context_that_was_lost_is_captured_anew_from_the_first_token_where_that_is_cheap() -> None:
+    rig = build_rig("ring", max_len=64)
+    rig.submit(Ask(PROMPT, 50))
+    for _ in range(4):
+        rig.step()
+    drafter: Any = rig.drafter
+    lost = {rig.scheduler.running[0].session_id}
+    drafter.lost_sessions = lambda: lost
+    num_known = rig.tapes[0].request.committed_len
+    rig.step()
+    (extend,) = drafter.posted[-1].extends
+    assert (extend.position, extend.num_rows) == (0, min(num_known, 16))
+    lost.clear()
+    before = drafter.num_drafts
+    (tape,) = rig.run()
+    assert tape.tokens == answer(PROMPT, 50) and drafter.num_drafts > before
+
+
 def test_drafts_that_are_not_of_the_vocabulary_are_told_of_and_counted_as_none() -> None:
     rig = build_rig("ring", Habits(hostile=1.0))
     (tape,) = rig.run([Ask(PROMPT, 30)])

@@ -63,6 +63,9 @@ class OracleDrafter:
     def refuse(self, mismatch: Mismatch) -> None:
         raise DraftDoesNotFit(mismatch)
 
+    def lost_sessions(self) -> set[int]:
+        return set()
+
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         return [self._rows.get(session_id, -1) for session_id in session_ids]
 

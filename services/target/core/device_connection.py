@@ -25,9 +25,6 @@ from services.target.core.pipelined_source import PostedStep
 class ConnectionObserver(Protocol):
     """What metrics want to know of a connection."""
 
-    def observe_resync(self, kind: str) -> None:
-        """A session was opened again: `recaptured` from position 0, or `cold`."""
-
     def observe_watchdog_release(self) -> None:
         """The drafter was late, and the device was let go. On the watchdog's thread."""
 
@@ -50,6 +47,7 @@ class DeviceConnection:
         self,
         stream: DrafterStream,
         status: DrafterStatus,
+        sessions: DeviceSessions,
         observer: ConnectionObserver,
         *,
         target_instance_id: str,
@@ -66,7 +64,7 @@ class DeviceConnection:
         self._transport = DeviceTransport(
             stream, target_instance_id=target_instance_id, drafter_instance_id=agreement.drafter_instance_id
         )
-        self._sessions = DeviceSessions(clock, observer.observe_resync)
+        self._sessions = sessions
         self._sessions.connected(agreement.num_sessions_max)
         self._observer = observer
         self._sequence = 0
@@ -153,6 +151,7 @@ class DeviceConnection:
     def close(self) -> None:
         """Let the device go on, whatever it waits for; nothing is used afterwards."""
         self._watchdog.trip()
+        self._sessions.disconnected()
 
     # --- parts ---------------------------------------------------------------------------------------
 

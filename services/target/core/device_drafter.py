@@ -17,6 +17,7 @@ from common.contract import DraftContract, Mismatch, TargetContract
 from common.handoff.ring import Ring
 from common.rpc import open_channel
 from services.target.core.device_connection import ConnectionObserver, DeviceConnection
+from services.target.core.device_sessions import DeviceSessions
 from services.target.core.draft_source import DraftSource, HandOff, PlainReason
 from services.target.core.drafter_link import DrafterLink, OpenChannel
 from services.target.core.drafter_negotiation import Negotiation
@@ -84,6 +85,8 @@ class DeviceDrafter:
         self._by_messages = RemoteDrafter(
             link, target, instance_id, draft_deadline_s, observer.observe_resync, clock
         )
+        # Outlives connections: what a session was given in one is not given again in the next (I7).
+        self._sessions = DeviceSessions(clock, observer.observe_resync)
         self._stream: DrafterStream | None = None
         self._connection: DeviceConnection | None = None
         self._num_open = 0
@@ -149,6 +152,10 @@ class DeviceDrafter:
             self._status.refuse(self._stream, [mismatch])
         self._take_over(None)
 
+    def lost_sessions(self) -> set[int]:
+        """See PipelinedDrafter.lost_sessions."""
+        return self._sessions.lost_sessions() if self._connection is not None else set()
+
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         """See PipelinedDrafter.draft_rows."""
         if self._connection is None:
@@ -175,6 +182,8 @@ class DeviceDrafter:
         """See PipelinedDrafter.post."""
         if self._connection is not None:
             self._connection.post(step)
+        else:
+            self._sessions.forget(step.ended)
         if step.ended:
             # Those that began while steps went by messages.
             self._by_messages.post(HandOff([], [], step.ended, None))
@@ -199,6 +208,7 @@ class DeviceDrafter:
             self._connection = DeviceConnection(
                 stream,
                 self._status,
+                self._sessions,
                 self._observer,
                 target_instance_id=self._instance_id,
                 draft_deadline_s=self._draft_deadline_s,

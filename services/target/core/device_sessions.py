@@ -6,6 +6,8 @@ device, and a report of NEEDS_RESYNC comes back when it does not fit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from common.handoff.transport import DeviceRow, DeviceStep, Open
 from services.target.core.draft_source import ContextRows, PlainReason
 from services.target.core.pipelined_source import PostedRow, PostedStep
@@ -13,18 +15,22 @@ from services.target.core.session_beliefs import Session, SessionBeliefs, Sessio
 
 
 class DeviceSessions(SessionBeliefs):
-    """Sessions of one connection, whose positions only the device knows at each step."""
+    """Sessions whose positions only the device knows at each step."""
 
     def plan(self, posted: PostedStep, sequence: int) -> DeviceStep:
         """What to ask for. A row whose session cannot be open is nobody's; see why_plain."""
         step = DeviceStep(sequence)
-        for session_id in posted.ended:
-            self._end(session_id)
+        self.forget(posted.ended)
         for session_id, position, row_start, num_rows in posted.extends:
             self._plan_append(step, ContextRows(session_id, position, row_start, row_start + num_rows))
         step.rows.extend(None if row is None else self._plan_row(step, row) for row in posted.rows)
         self._take_closes(step)
         return step
+
+    def forget(self, ended: Iterable[int]) -> None:
+        """Sessions that are over, and closed if the drafter may hold them."""
+        for session_id in ended:
+            self._end(session_id)
 
     def unsent(self, step: DeviceStep) -> None:
         """The step just planned was not handed over: its context never arrives."""

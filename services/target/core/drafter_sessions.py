@@ -48,18 +48,6 @@ class DrafterSessions(SessionBeliefs):
             return PlainReason.RESYNC
         return reason
 
-    def lost_sessions(self) -> set[int]:
-        """Sessions whose context could be captured anew now; each loss is named once, and no session
-        more than RECAPTURES_MAX times: a drafter that loses it each step must not make the target
-        run its prompt each step (I7)."""
-        candidates = [session_id for session_id, session in self._sessions.items() if session.is_recapturable]
-        lost = set(candidates[: self._room]) if candidates else set()
-        for session_id in lost:
-            session = self._sessions[session_id]
-            session.is_offered = True
-            session.num_offers += 1
-        return lost
-
     def _plan_block(self, step: Step, wanted: WantedBlock) -> PlainReason | None:
         session = self._sessions.setdefault(wanted.session_id, Session())
         if session.state is SessionState.OPEN and session.context_len != wanted.position:

@@ -80,6 +80,9 @@ class PipelinedDrafter(Protocol):
     def refuse(self, mismatch: Mismatch) -> None:
         """The device cannot do what the contract asks: from now on there is none."""
 
+    def lost_sessions(self) -> set[int]:
+        """See DraftSource.lost_sessions. A launch that is in flight for one of them is discarded."""
+
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         """The ring row of each one's draft from the last post, -1 when none can be used."""
 
@@ -115,6 +118,9 @@ class NoPipelinedDrafter:
 
     def refuse(self, mismatch: Mismatch) -> None:
         raise AssertionError("there is no contract to refuse")
+
+    def lost_sessions(self) -> set[int]:
+        return set()
 
     def draft_rows(self, session_ids: list[int]) -> list[int]:
         return [-1] * len(session_ids)

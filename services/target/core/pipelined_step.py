@@ -71,6 +71,8 @@ class PipelinedStepLoop(RequestLoop):
     def _step_ahead(self, began: float) -> None:
         """Launch the next step, hand it over, and complete the one before."""
         self._adopt_contract()
+        if self._draft is not None:
+            self._rewind_lost_contexts(self._drafter.lost_sessions())
         plan = self._scheduler.next_launch(self._block_size)
         launched = self._launch(plan, self._drafts_in_ring(plan))
         self._post(launched)

@@ -133,6 +133,18 @@ class SessionBeliefs:
             return PlainReason.INVALID_DRAFT
         return PlainReason.BUSY if report.outcome is Outcome.BUSY else None
 
+    def lost_sessions(self) -> set[int]:
+        """Sessions whose context could be captured anew now; each loss is named once, and no session
+        more than RECAPTURES_MAX times: a drafter that loses it each step must not make the target
+        run its prompt each step (I7)."""
+        candidates = [session_id for session_id, session in self._sessions.items() if session.is_recapturable]
+        lost = set(candidates[: self._room]) if candidates else set()
+        for session_id in lost:
+            session = self._sessions[session_id]
+            session.is_offered = True
+            session.num_offers += 1
+        return lost
+
     @property
     def _room(self) -> int:
         """Sessions that may be opened, as far as is known."""
