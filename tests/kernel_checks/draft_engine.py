@@ -83,20 +83,23 @@ def check_inline_rows_and_blocks(rig: DraftRig) -> None:
     assert rig.engine.append_to_host(rows[:0], [], []) == []
 
 
-def check_a_lane_among_32_equals_the_lane_alone(
-    checkpoints: tuple[Path, Path], device: str, seed: int
+def check_a_lane_among_many_equals_the_lane_alone(
+    checkpoints: tuple[Path, Path], device: str, seed: int, many_lanes: int
 ) -> None:
     """To the bit in fp32, in the cache as in the ring. Both engines have the same pages, for other lanes."""
-    sizes = Sizes(num_pages=64, num_lanes=32, num_rows_max=32, ring_rows=32, extend_rows=2)
+    sizes = Sizes(
+        num_pages=2 * many_lanes, num_lanes=many_lanes, num_rows_max=many_lanes, ring_rows=many_lanes,
+        extend_rows=2,
+    )  # fmt: skip
     model = build_kernel_draft(*checkpoints, device, sizes, row_independent=True)
     together, alone = (build_engine(model, sizes) for _ in range(2))
     many, one = build_ring(model, sizes), build_ring(model, Sizes(ring_rows=1, extend_rows=2))
     together.attach(many)
     alone.attach(one)
     size, generator = model.config.block_size, torch.Generator().manual_seed(seed)
-    lanes = torch.randperm(32, generator=generator).tolist()
-    starts = torch.randint(0, 40, (32,), generator=generator)
-    watched = range(0, 32, 5)
+    lanes = torch.randperm(many_lanes, generator=generator).tolist()
+    starts = torch.randint(0, 40, (many_lanes,), generator=generator)
+    watched = range(0, many_lanes, 5)
     for i, (lane, start) in enumerate(zip(lanes, starts.tolist(), strict=True)):
         together.join(lane, start)
         if i in watched:
@@ -105,11 +108,12 @@ def check_a_lane_among_32_equals_the_lane_alone(
         many.verify_captured.copy_(torch.randn(many.verify_captured.shape, generator=generator))
         many.base.copy_(starts + size * step)
         many.count.fill_(size - step)
-        many.anchor.copy_(torch.randint(0, model.config.vocab_size, (32,), generator=generator))
+        many.anchor.copy_(torch.randint(0, model.config.vocab_size, (many_lanes,), generator=generator))
         new = range(2 * (1 - step))
         pages = [PageEntry(lane, p, 1 + 2 * i + p) for i, lane in enumerate(lanes) for p in new]
         _wait(device)
-        together.results_to_host(together.launch(DraftWork(lanes=lanes, begins=[False] * 32, pages=pages)))
+        work = DraftWork(lanes=lanes, begins=[False] * many_lanes, pages=pages)
+        together.results_to_host(together.launch(work))
         for i in watched:
             one.verify_captured.copy_(many.verify_captured[size * i : size * (i + 1)])
             for name in ("base", "count", "anchor"):

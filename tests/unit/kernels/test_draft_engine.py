@@ -31,9 +31,9 @@ def rig(tmp_path: Path) -> DraftRig:
 
 @pytest.mark.slow
 def test_random_histories_give_the_outcomes_contexts_and_drafts_of_the_cpu(rig: DraftRig) -> None:
-    seen = checks.play_random_history(rig, 14)
-    assert seen[Outcome.OK] > 8 and seen[Outcome.NEEDS_RESYNC] and seen[Outcome.UNKNOWN_SESSION]
-    assert rig.num_clear > 20
+    seen = checks.play_random_history(rig, 10)
+    assert seen[Outcome.OK] > 5 and seen[Outcome.NEEDS_RESYNC] and seen[Outcome.UNKNOWN_SESSION]
+    assert rig.num_clear > 14
 
 
 def test_a_prompts_end_needs_no_row_of_the_step_and_repeating_a_step_changes_nothing(rig: DraftRig) -> None:
@@ -138,6 +138,6 @@ def test_inline_rows_and_blocks_give_what_the_cpus_engine_gives(rig: DraftRig) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("products_in_order")
-def test_each_of_32_lanes_gets_the_drafts_that_it_gets_alone(tmp_path: Path) -> None:
+def test_each_of_twelve_lanes_gets_the_drafts_that_it_gets_alone(tmp_path: Path) -> None:
     checkpoints = build_draft_pair(tmp_path, SEED, block_size=2, **ONE_LAYER)
-    checks.check_a_lane_among_32_equals_the_lane_alone(checkpoints, "cpu", SEED)
+    checks.check_a_lane_among_many_equals_the_lane_alone(checkpoints, "cpu", SEED, 12)

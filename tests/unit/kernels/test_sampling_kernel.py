@@ -34,6 +34,6 @@ def test_the_noise_is_made_of_the_published_words_bit_for_bit() -> None:
     checks.check_words_are_the_published_ones("cpu", SEED)
 
 
-@pytest.mark.parametrize("list_len", [4, 32])
-def test_filters_keep_exactly_the_defined_tokens_also_among_equals(list_len: int) -> None:
-    checks.check_filters_keep_exactly_the_defined_tokens("cpu", torch.bfloat16, list_len=list_len)
+def test_filters_keep_exactly_the_defined_tokens_also_among_equals() -> None:
+    # A list that all fit but the flat tail; tests/gpu also has one that hardly anything fits.
+    checks.check_filters_keep_exactly_the_defined_tokens("cpu", torch.bfloat16, list_len=32)
