@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Looks per deadline: the release comes this fraction late at most, and a step that is in time costs nothing.
-LOOKS_PER_DEADLINE = 8
+# Looks per deadline. The release comes up to two looks early, so that the stream never waits longer than the
+# deadline; a step that is in time costs nothing.
+LOOKS_PER_DEADLINE = 16
 # How soon a release that was written over is made again; less than a step.
 RELEASE_PAUSE_S = 0.002
 
@@ -47,6 +48,7 @@ class Watchdog:
         on_missed is called once, after the release, when a deadline passed; on the watchdog's thread."""
         self._release = release
         self._deadline_s = deadline_s
+        self._look_s = deadline_s / LOOKS_PER_DEADLINE
         self._on_missed = on_missed
         self._clock = clock
         self._changed = threading.Condition()
@@ -105,9 +107,11 @@ class Watchdog:
                 return False
             oldest, now = self._waits[0], self._clock()
             if oldest.due_since is None:
-                oldest.due_since = now if oldest.is_due() else None
+                # Perhaps since right after the look before this one.
+                oldest.due_since = now - self._look_s if oldest.is_due() else None
                 return False
-            if now - oldest.due_since < self._deadline_s:
+            if now + self._look_s - oldest.due_since < self._deadline_s:
+                # The next look is in time.
                 return False
             self._trip()
         return True
@@ -135,4 +139,4 @@ class Watchdog:
     def _pause_s(self) -> float | None:
         if self._has_tripped:
             return RELEASE_PAUSE_S
-        return self._deadline_s / LOOKS_PER_DEADLINE if self._waits else None
+        return self._look_s if self._waits else None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.handoff.watchdog import Watchdog
+from common.handoff.watchdog import LOOKS_PER_DEADLINE, Watchdog
 
 DEADLINE_S = 0.5
 
@@ -46,12 +46,25 @@ def rig() -> Rig:
 def test_a_wait_that_lasts_longer_than_the_deadline_is_let_go(rig: Rig) -> None:
     rig.watch(7)
     assert not rig.look_after(0)
-    assert not rig.look_after(0.49)
-    assert rig.look_after(0.02)
+    assert not rig.look_after(0.43)
+    assert rig.look_after(0.03)
     assert rig.released == [7] and rig.watchdog.has_tripped
     rig.passed = 7
     assert not rig.look_after(10)
     assert rig.released == [7]
+
+
+@pytest.mark.parametrize("come_after_look", [0.0, 0.3, 0.999])
+def test_a_stream_waits_no_longer_than_the_deadline_whenever_it_comes_to_its_wait(
+    rig: Rig, come_after_look: float
+) -> None:
+    """With looks as the thread makes them."""
+    look_s = DEADLINE_S / LOOKS_PER_DEADLINE
+    due_at = rig.now + come_after_look * look_s
+    rig.watch(7, lambda: rig.now >= due_at)
+    while not rig.look_after(look_s):
+        pass
+    assert 0.8 * DEADLINE_S < rig.now - due_at <= DEADLINE_S
 
 
 def test_a_release_is_made_again_until_the_stream_is_past_the_wait(rig: Rig) -> None:
@@ -73,8 +86,8 @@ def test_time_does_not_count_before_the_stream_has_come_to_the_wait(rig: Rig) ->
         assert not rig.look_after(1)
     is_due = True
     assert not rig.look_after(1)
-    assert not rig.look_after(0.49)
-    assert rig.look_after(0.02)
+    assert not rig.look_after(0.43)
+    assert rig.look_after(0.03)
 
 
 def test_a_wait_that_is_over_is_not_let_go(rig: Rig) -> None:
