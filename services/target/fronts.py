@@ -156,11 +156,16 @@ class Fronts:
     async def _start(self, core: Core, number: int, listen: Address) -> _Front:
         ours, theirs = socket.socketpair()
         joint = FrontSocket(ours, core, lambda: (core.stats(), self._drafter_facts()), _Reports(self, number))
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.target.front", str(theirs.fileno()),
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "services.target.front", str(theirs.fileno()),
+                    pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                )  # fmt: skip
+        except OSError as error:
+            # No process or no memory for one: those that run go on.
+            joint.close()
+            raise FrontFailed(f"front {number}: did not start ({error.strerror})") from error
         try:
             joint.welcome(self._welcome(number, listen))
             async with asyncio.timeout(limits.FRONT_START_DEADLINE_S):
@@ -188,7 +193,7 @@ class Fronts:
 
     async def _keep(self, core: Core, number: int) -> None:
         """Start a front again whenever it is lost. Never returns."""
-        num_in_a_row = 0
+        delay_s = limits.FRONT_BACKOFF_MIN_S
         while True:
             front = self._fronts[number]
             reason = await _lost(front.joint)
@@ -197,11 +202,10 @@ class Fronts:
             self._observer.observe_front_restart()
             self._lags.pop(number, None)
             if time.monotonic() - front.started_at > limits.FRONT_STABLE_S:
-                num_in_a_row = 0
+                delay_s = limits.FRONT_BACKOFF_MIN_S
             while self._fronts[number] is front:
-                delay_s = min(limits.FRONT_BACKOFF_MIN_S * 2**num_in_a_row, limits.FRONT_BACKOFF_MAX_S)
-                num_in_a_row += 1
                 await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, limits.FRONT_BACKOFF_MAX_S)
                 try:
                     again = await self._start(core, number, self._plan.listen)
                 except TandemError as error:

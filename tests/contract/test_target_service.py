@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common import lifecycle
+from common import lifecycle, limits
 from common.address import Address, UnixAddress
 from common.errors import Overloaded, TandemError, Unavailable
 from common.lifecycle import Lifecycle
@@ -221,6 +221,14 @@ async def test_abort_ends_the_stream_with_finished_and_unknown_ids_are_a_normal_
     assert not (await rig.stub.Abort(pb.AbortRequest(request_id="r"))).found
     assert not (await rig.stub.Abort(pb.AbortRequest(request_id="never"))).found
     assert rig.core.aborted == ["r"]
+
+
+async def test_an_id_that_no_request_can_have_is_no_question_for_the_core(rig: Rig) -> None:
+    for request_id in ("", "r" * (limits.REQUEST_ID_CHARS_MAX + 1), "r\n"):
+        with pytest.raises(grpc.aio.AioRpcError, match="request_id") as refused:
+            await rig.stub.Abort(pb.AbortRequest(request_id=request_id))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert rig.core.aborted == []
 
 
 @pytest.mark.parametrize("with_tokens", [False, True])

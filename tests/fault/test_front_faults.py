@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import random
 import signal
 import socket
@@ -27,7 +28,7 @@ from common.rpc import open_channel
 from services.target.config import TargetSettings
 from services.target.core.request import SamplingParams
 from services.target.facts import DrafterFacts, ServedModel
-from services.target.fronts import FrontPlan, Fronts
+from services.target.fronts import FrontFailed, FrontPlan, Fronts
 from services.target.model.llama import Llama
 from services.target.service import load_model, serve
 from tests import core_rig
@@ -392,3 +393,23 @@ async def serving_here(
 def _only_front() -> psutil.Process:
     (front,) = [p for p in psutil.Process().children() if "services.target.front" in p.cmdline()]
     return front
+
+
+async def test_a_front_that_the_system_has_no_process_for_is_a_failure_to_start_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not the end of the core, which asks for it again later; nothing of the try is left."""
+
+    async def no_process(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
+    model = ServedModel("tiny", "a", vocab_size=100, max_len=1000, eos_token_ids=(2,), dtype="float32")
+    fronts = Fronts(
+        FrontPlan(1, UnixAddress("/nowhere/t.sock"), "info", "life", model), DrafterFacts, _Observer(),
+        lambda method, status, seconds: None, lambda seconds: None,
+    )  # fmt: skip
+    descriptors = psutil.Process().num_fds()
+    with pytest.raises(FrontFailed, match="Resource temporarily unavailable"):
+        await fronts.start(ScriptedCore(), lambda name, work: work.close())  # type: ignore[arg-type]
+    assert psutil.Process().num_fds() == descriptors

@@ -218,8 +218,8 @@ class RingOwner:
             if self._owned is None or self._owned.ring.shape != shape:
                 memory = self._on.allocate(shape.num_bytes)
                 flags, descriptor = FlagMemory.create()
-                self._on.register(flags)
                 weakref.finalize(flags, os.close, descriptor)
+                self._on.register(flags)
                 ring = Ring.over(shape, memory.tensor)
                 self._owned = _Owned(memory, ring, self._random_bytes(16), flags, descriptor)
                 self._local = None

@@ -76,8 +76,8 @@ class CoreClient(asyncio.Protocol):
         number = self._next_number()
         question = core_pb2.AbortNamed(question=number, request_id=request_id)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._send(core_pb2.FromFront(abort_named=question))
         try:
+            self._send(core_pb2.FromFront(abort_named=question))
             return await answer
         finally:
             del self._questions[number]

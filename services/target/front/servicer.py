@@ -27,7 +27,7 @@ from services.target.core.request import (
 )
 from services.target.facts import DrafterFacts, ServedModel
 from services.target.front.channel import EventChannel
-from services.target.front.validation import parse_generate
+from services.target.front.validation import checked_request_id, parse_generate
 from services.target.joint.messages import drafter_state_number, encode_finished, encode_model
 
 log = get_log("front")
@@ -101,7 +101,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     async def Abort(self, message: target_pb2.AbortRequest, context: Any) -> target_pb2.AbortResponse:
         """End a request early; its stream still gets its Finished."""
-        return target_pb2.AbortResponse(found=await self._core.abort_named(message.request_id))
+        request_id = checked_request_id(message.request_id)
+        return target_pb2.AbortResponse(found=await self._core.abort_named(request_id))
 
     async def GetModelInfo(
         self, message: target_pb2.GetModelInfoRequest, context: Any

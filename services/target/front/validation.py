@@ -26,7 +26,7 @@ def parse_generate(
 
     fresh_seed makes a seed for a request without one. Whether the id is in use, only the core can say.
     """
-    request_id = _checked_request_id(message.request_id)
+    request_id = checked_request_id(message.request_id)
     _check_prompt(message.input_ids, model)
     room = model.max_len - len(message.input_ids)
     return Request(
@@ -40,7 +40,8 @@ def parse_generate(
     )
 
 
-def _checked_request_id(request_id: str) -> str:
+def checked_request_id(request_id: str) -> str:
+    """The id as given; InvalidRequest when no request can have it."""
     # The value itself is not repeated: it may be megabytes, or hold control characters.
     limit = f"1 to {limits.REQUEST_ID_CHARS_MAX} characters"
     if not 1 <= len(request_id) <= limits.REQUEST_ID_CHARS_MAX:
