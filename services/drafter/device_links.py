@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Protocol
 
 from common import limits
 from common.contract import Mismatch
@@ -61,7 +61,7 @@ class DeviceLinks:
         self._clock = clock
         self._link: DeviceLink | None = None
         self._ring_of: str | None = None
-        self._attachings: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
 
@@ -72,12 +72,7 @@ class DeviceLinks:
         An earlier link of the same target ends, with its stream. Raises RingRefused, also while a stream of
         another target has the engine.
         """
-        attaching = asyncio.create_task(self._attach(target_instance_id, offer))
-        self._attachings.add(attaching)
-        attaching.add_done_callback(self._attachings.discard)
-        attaching.add_done_callback(lambda task: task.cancelled() or task.exception())
-        # Seen to its end though the handshake may be given up: the next one must not map while this captures.
-        await asyncio.shield(attaching)
+        await self._to_its_end(self._attach(target_instance_id, offer))
 
     async def _attach(self, target_instance_id: str, offer: RingOffer) -> None:
         assert self._mapping is not None, "an offer is refused where there is no ring"
@@ -126,6 +121,9 @@ class DeviceLinks:
         """Let go of the ring of a target life that is over: its memory would stay mapped."""
         if self._ring_of is None or is_living(self._ring_of):
             return
+        await self._to_its_end(self._forget_the_dead(is_living))
+
+    async def _forget_the_dead(self, is_living: Callable[[str], bool]) -> None:
         async with self._turn:
             # Whoever had the turn may have attached the ring of another.
             if self._ring_of is None or is_living(self._ring_of):
@@ -133,10 +131,10 @@ class DeviceLinks:
             if self._link is not None:
                 self.lose(self._link)
             await self._all_run_out()
-            self._ring_of = None
             await self._engine_thread.run(self._desk.detach)
             if self._mapping is not None:
                 self._mapping.unmap()
+            self._ring_of = None
 
     @property
     def step_age_s(self) -> float:
@@ -146,14 +144,25 @@ class DeviceLinks:
 
     async def close(self) -> None:
         """End the link; return when nothing of it runs any more."""
-        for attaching in self._attachings:
-            attaching.cancel()
+        for change in self._changes:
+            change.cancel()
         if self._link is not None:
             self.lose(self._link)
         await self._all_run_out()
 
+    async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
+        """Wait for a change of the ring. It goes on though the handshake may be given up: the next one must not
+        map while this one captures."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(task)
+
     async def _all_run_out(self) -> None:
-        await asyncio.gather(*self._endings)
+        # Whoever waits here may be cancelled, and `gather` would cancel the endings then.
+        if self._endings:
+            await asyncio.wait(self._endings)
 
     async def _run_out(self, link: DeviceLink) -> None:
         # An engine that failed has ended the service already.

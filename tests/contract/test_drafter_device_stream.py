@@ -401,6 +401,64 @@ async def test_a_device_on_which_lost_work_does_not_run_out_fails_the_service(
     assert rig.service._desk._table.num_sessions == 1, "its pages may still be written to"
 
 
+async def give_up_a_handshake(target: TargetEnd) -> None:
+    """One that has to wait for lost work to run out, and whose deadline is too short for that."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await target.stub.Handshake(target.hello(), timeout=0.1)
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def lose_a_step_that_hangs(rig: DrafterRig, device: Device) -> None:
+    async with rig.target("first life") as target:
+        await attach(target)
+        async with target.stream() as stream:
+            device.engine.hangs = True
+            await stream.call.write(begins(target, device, 7))
+            await until(lambda: device.flags.awaited == [1], "it is launched")
+    await until(lambda: device.flags.num_released > 0, "the loss is noticed")
+
+
+async def test_a_device_that_hangs_fails_the_service_though_a_handshake_that_waits_is_given_up(
+    rig: DrafterRig, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "RUN_OUT_DEADLINE_S", 0.5)
+    await lose_a_step_that_hangs(rig, device)
+    async with rig.target("second life", shake=False) as target:
+        await give_up_a_handshake(target)
+    assert rig.failures == []
+    await until(lambda: rig.failures == ["device"], "the service fails")
+
+
+async def test_lost_work_ends_and_its_ring_is_let_go_though_a_handshake_that_waits_is_given_up(
+    rig: DrafterRig, device: Device
+) -> None:
+    await lose_a_step_that_hangs(rig, device)
+    async with rig.target("second life", shake=False) as target:
+        await give_up_a_handshake(target)
+        # The call's end and its handler's are two things.
+        await asyncio.sleep(0.1)
+        device.go_on()
+        await until(lambda: not device.mapping.is_mapped, "the ring is let go")
+        assert device.engine.ring is None
+        await target.shake_hands()
+        check_given_back(rig)
+
+
+async def test_a_stop_while_a_handshake_waits_for_lost_work_waits_for_it_too(
+    rig: DrafterRig, device: Device
+) -> None:
+    await lose_a_step_that_hangs(rig, device)
+    links = rig.service._links
+    attaching = asyncio.create_task(links.attach("second life", OFFER))
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(links.close())
+    await asyncio.sleep(0.1)
+    assert attaching.done() and not closing.done()
+    device.go_on()
+    await asyncio.wait_for(closing, 5)
+    check_given_back(rig)
+
+
 async def test_a_broken_engine_fails_the_service_and_ends_the_stream(
     rig: DrafterRig, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
