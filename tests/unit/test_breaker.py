@@ -122,3 +122,14 @@ def test_each_time_that_it_is_given_up_in_a_row_doubles_the_peace(clock: Clock, 
     closed.answered()
     closed.gave_up()
     assert closed.probe_in_s == limits.PROBE_INTERVAL_S
+
+
+def test_a_drafter_may_be_given_up_for_ever(clock: Clock, closed: Breaker) -> None:
+    """A pause that is a power of the count overflows at the 1024th, after some hours."""
+    for _ in range(2000):
+        closed.gave_up()
+        clock.now += 100
+        closed.probing()
+        closed.connected()
+    closed.gave_up()
+    assert closed.probe_in_s == limits.GIVEN_UP_PAUSE_MAX_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,10 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def recipe(*arguments: str) -> str:
-    """The last command of a dry run."""
+    """The last command of a dry run; not as a part of the make that may have started this test."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(
-        ["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
-    )
+        ["make", "--dry-run", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
     return " ".join(done.stdout.splitlines()[-1].split())
 
 

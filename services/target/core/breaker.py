@@ -45,7 +45,7 @@ class Breaker:
         self._clock = clock
         self._state = BreakerState.OPEN
         self._num_missed = 0
-        self._num_given_up = 0
+        self._pause_s = limits.PROBE_INTERVAL_S
         self._next_probe_at = clock()
 
     @property
@@ -67,7 +67,8 @@ class Breaker:
 
     def answered(self) -> None:
         """A reply came in time."""
-        self._num_missed = self._num_given_up = 0
+        self._num_missed = 0
+        self._pause_s = limits.PROBE_INTERVAL_S
         self._move(_Event.ANSWERED)
 
     def missed(self) -> None:
@@ -86,9 +87,8 @@ class Breaker:
     def gave_up(self) -> None:
         """The device was kept waiting for a whole deadline. Each time in a row doubles the pause until the
         next probe, whose connection would cost another one."""
-        pause_s = min(limits.PROBE_INTERVAL_S * 2**self._num_given_up, limits.GIVEN_UP_PAUSE_MAX_S)
-        self._num_given_up += 1
-        self._next_probe_at = self._clock() + pause_s
+        self._next_probe_at = self._clock() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, limits.GIVEN_UP_PAUSE_MAX_S)
         self._move(_Event.LOST)
 
     def _move(self, event: _Event) -> None:

@@ -204,6 +204,9 @@ class DeviceDrafter:
             self._connection.close()
             self._connection = None
         self._stream = stream
+        if stream is not None and stream.agreement.ring is None:
+            # From here on the RemoteDrafter keeps the sessions, and alone hears of their ends.
+            self._sessions = DeviceSessions(self._clock, self._observer.observe_resync)
         if stream is not None and stream.agreement.ring is not None:
             self._connection = DeviceConnection(
                 stream,

@@ -140,7 +140,8 @@ class DeviceEngine:
         """Capture the graphs that verify this draft's blocks and hand states over through this ring; make
         captured_to_host possible if by_messages. Waits for the device. Does nothing for what was prepared
         last. Raises DraftDoesNotFit: what is prepared then is the same as before, or nothing."""
-        is_prepared = draft == self._draft and self._handover is not None and ring is self._handover.ring
+        handover = self._handover
+        is_prepared = handover is not None and ring is handover.ring and self._is_shaped_like(draft)
         if is_prepared and (self._captured_on_host is not None or not by_messages):
             return
         self._wait_for_device()
@@ -220,6 +221,7 @@ class DeviceEngine:
             self._results.download(number, num_words)
             self._clock.end(number)
         self._joins.clear()
+        self._drafts = None
         self._number += 1
         self._unread.add(number)
         return Ticket(number, len(launch.extends), len(launch.lanes), rows_each, num_rows)
@@ -285,6 +287,13 @@ class DeviceEngine:
         if self.stream is not None:
             torch.cuda.empty_cache()
 
+    def _is_shaped_like(self, draft: DraftContract) -> bool:
+        """Whether the graphs are those of this draft too: weights and mask are nothing to them."""
+        last = self._draft
+        return last is not None and (last.captured_layer_ids, last.block_size, last.num_draft_tokens) == (
+            draft.captured_layer_ids, draft.block_size, draft.num_draft_tokens,
+        )  # fmt: skip
+
     def _block_buffers(self, num_rows: int, device: torch.device) -> StepBuffers:
         return StepBuffers.allocate(
             self._model, num_rows, self._num_lanes, num_rows, self._num_pages_each, device
@@ -296,6 +305,9 @@ class DeviceEngine:
         self._lane_control.reset()
         self._extend_control.reset()
         self._wait_for_device()
+        if self.stream is not None:
+            # What a draft before left in torch's cache is free, and must count so.
+            torch.cuda.empty_cache()
         free_bytes = self._free_bytes()
         graphs = Graphs(self._model.device, self.stream)
         extends = extend_bodies(self._memory, self._extend_buffers, self._extend_sizes, handover)

@@ -10,7 +10,8 @@ from services.target.core.control_buffer import LAUNCHES_IN_FLIGHT_MAX
 
 
 class GpuTimes(NamedTuple):
-    """Seconds on the GPU: of the prompt rows with the upload, of the rest, of all."""
+    """Seconds on the GPU: of the prompt rows; of the rest, with the download; of both. The uploads and the
+    wait for drafts come before."""
 
     extend_s: float
     verify_s: float

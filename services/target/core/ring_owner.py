@@ -189,7 +189,11 @@ class RingOwner:
         # The last connection that had this pair may have left any value there.
         pair.ready.store(0)
         pair.done.store(0)
-        descriptor = owned.memory.export()
+        try:
+            descriptor = owned.memory.export()
+        except DriverError as error:
+            log.warning("ring_not_exported", problem=str(error))
+            raise RingUnavailable("unsupported") from error
         try:
             async with contextlib.AsyncExitStack() as stack:
                 try:
@@ -217,7 +221,11 @@ class RingOwner:
         with self._lock:
             if self._owned is None or self._owned.ring.shape != shape:
                 memory = self._on.allocate(shape.num_bytes)
-                flags, descriptor = FlagMemory.create()
+                try:
+                    flags, descriptor = FlagMemory.create()
+                except OSError as error:
+                    log.warning("flags_unavailable", problem=error.strerror)
+                    raise RingUnavailable("unsupported") from error
                 weakref.finalize(flags, os.close, descriptor)
                 self._on.register(flags)
                 ring = Ring.over(shape, memory.tensor)
