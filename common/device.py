@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from common.errors import ConfigError
+
+# As torch and Triton say it; as the driver names it.
+_NO_MEMORY = re.compile("out of memory|CUDA_ERROR_OUT_OF_MEMORY")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the GPU, or the host for pinned memory, had no memory left: torch, the driver under a capture
     and Triton's loader say so in different types. The device is as good as before."""
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(str(error)):
         return True
     # A capture that is broken off tells of its own end first.
     return error.__context__ is not None and is_out_of_memory(error.__context__)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from common.errors import TandemError
 
+class DriverError(Exception):
+    """The driver refused, or is not there. Names the call, never an address.
 
-class DriverError(TandemError):
-    """The driver refused, or is not there. Names the call, never an address."""
+    No TandemError: where nobody expects it, it is a CUDA error like torch's, and ends the service."""
 
     def __init__(self, call: str, problem: str) -> None:
         super().__init__(f"{call}: {problem}")

@@ -12,6 +12,7 @@ import torch
 
 from common.contract import DraftContract, TargetContract
 from common.device import is_out_of_memory
+from common.handoff.cuda_driver import DriverError
 from common.handoff.ring import Ring
 from services.target.core.draft_fit import DraftDoesNotFit
 from services.target.core.ring_owner import RingOwner, RingUnavailable
@@ -70,6 +71,7 @@ def test_a_ring_that_finds_no_memory_is_the_drafts_fault(monkeypatch: pytest.Mon
 def test_lack_of_memory_is_told_from_other_errors_also_behind_the_end_of_a_capture() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert is_out_of_memory(DriverError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY"))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     try:
         try:
