@@ -118,6 +118,7 @@ class FakeRingEngine:
         self.ring: Ring | None = None
         self.num_attached = 0
         self.hangs = False
+        self.attach_fails_with: Exception | None = None
         self.cells: dict[int, tuple[float, float]] = {}
         self._lanes = [_Lane() for _ in range(num_lanes)]
         self._page_size, self._block_size = page_size, block_size
@@ -127,6 +128,8 @@ class FakeRingEngine:
 
     def attach(self, ring: Ring) -> None:
         assert self.gpu.is_idle and not self._results
+        if self.attach_fails_with is not None:
+            raise self.attach_fails_with
         self.num_attached += ring is not self.ring
         self.ring = ring
 

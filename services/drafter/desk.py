@@ -104,10 +104,11 @@ class DrafterDesk:
 
     # --- device messages -----------------------------------------------------------------------------
 
-    def attach(self, link: DeviceLink) -> None:
-        """Work over this link's ring from now on."""
-        self._over_rings.attach(link)
+    def attach(self, link: DeviceLink) -> bool:
+        """Work over this link's ring from now on. False when the device has no memory for that."""
+        is_attached = self._over_rings.attach(link)
         self._observe_table()
+        return is_attached
 
     def launch(self, link: DeviceLink, request: drafter_pb2.DraftRequest, arrived_s: float) -> InFlight:
         """Begin a message. InvalidRequest when it cannot be a message of ours at all."""

@@ -139,6 +139,9 @@ class DeviceDraftEngine:
     def detach(self) -> None:
         """Forget the ring: nothing refers to its memory afterwards. All launches must be done."""
         self._ring, self._ring_graphs = None, None
+        if self.stream is not None:
+            # What a capture that found no memory has left is for whoever else is on the device.
+            torch.cuda.empty_cache()
 
     # --- a step --------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ log = get_log("device_links")
 _RUN_OUT_POLL_S = 0.01
 # One target at a time works over a ring; another may go on by messages.
 RING_TAKEN = Mismatch("target_instance_id", "the target that streams", "another one")
+RING_TOO_LARGE = Mismatch("ring", "graphs that fit the GPU", "one whose graphs do not")
 
 
 class RingSource(Protocol):
@@ -70,7 +71,7 @@ class DeviceLinks:
         that the target holds end. Takes seconds when graphs have to be captured over a ring that is new.
 
         An earlier link of the same target ends, with its stream. Raises RingRefused, also while a stream of
-        another target has the engine.
+        another target has the engine, or when the GPU has no memory for the graphs.
         """
         await self._to_its_end(self._attach(target_instance_id, offer))
 
@@ -89,7 +90,10 @@ class DeviceLinks:
             # Mapping waits for all of the device's work, so nothing of it may wait for a target.
             mapped = await asyncio.to_thread(self._mapping.map, offer)
             link = DeviceLink(target_instance_id, mapped.ring, mapped.flags)
-            await self._engine_thread.run(self._desk.attach, link)
+            if not await self._engine_thread.run(self._desk.attach, link):
+                self._mapping.unmap()
+                self._ring_of = None
+                raise RingRefused(RING_TOO_LARGE)
             self._link = link
 
     def unclaimed(self, target_instance_id: str) -> DeviceLink | None:
@@ -151,8 +155,8 @@ class DeviceLinks:
         await self._all_run_out()
 
     async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
-        """Wait for a change of the ring. It goes on though the handshake may be given up: the next one must not
-        map while this one captures."""
+        """Wait for a change of the ring. It goes on though the handshake may be given up: the next one must
+        not map while this one captures."""
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from common.device import is_out_of_memory
 from common.errors import Unavailable
 from common.handoff.transport import DeviceRow, DeviceStep, Extend, Outcome
+from common.log import get_log
 from services.drafter.device_link import DeviceLink, Mark
 from services.drafter.draft_work import DeviceAppend, DraftResults, DraftWork
 from services.drafter.launch_control import LaunchTimes, Ticket
@@ -22,6 +24,8 @@ from services.drafter.step import Keys, StepReply, Verdict, Verdicts, name_in_ro
 
 if TYPE_CHECKING:
     from common.handoff.ring import Ring
+
+log = get_log("device_runner")
 
 
 class DeviceEngine(Protocol):
@@ -91,14 +95,24 @@ class DeviceRunner:
 
     # --- a connection --------------------------------------------------------------------------------
 
-    def attach(self, link: DeviceLink) -> None:
-        """Work over the link's ring from now on. No step of another link may be in flight.
+    def attach(self, link: DeviceLink) -> bool:
+        """Work over the link's ring from now on. No step of another link may be in flight. False when the
+        device has no memory for that; no ring is attached then.
 
         The target begins anew: what its sessions hold was appended by other means, and lanes know nothing
         of it.
         """
         self._table.close_instance(link.target_instance_id, reason=CloseReason.STREAM_LOST)
-        self._engine.attach(link.ring)
+        try:
+            self._engine.attach(link.ring)
+            return True
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("ring_too_large", num_rows=link.ring.shape.num_rows, problem=type(error).__name__)
+        # Not above: what was raised keeps alive what was allocated.
+        self._engine.detach()
+        return False
 
     def is_idle(self, link: DeviceLink) -> bool:
         """Whether the device has done all that was launched."""

@@ -11,8 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from common import limits
+from common.handoff.cuda_driver import DriverError
 from common.handoff.ring import Ring
 from common.handoff.ring_offer import RingOffer, encode_ring_offer
 from common.pb.tandem.v1 import drafter_pb2 as pb
@@ -457,6 +459,51 @@ async def test_a_stop_while_a_handshake_waits_for_lost_work_waits_for_it_too(
     device.go_on()
     await asyncio.wait_for(closing, 5)
     check_given_back(rig)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("Triton Error: out of memory")])
+async def test_a_ring_whose_graphs_find_no_memory_is_refused_and_its_target_served_by_messages(
+    rig: DrafterRig, device: Device, error: RuntimeError
+) -> None:
+    async with rig.target() as target:
+        await attach(target)
+        device.engine.attach_fails_with = error
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await attach(target)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert (refused.value.details() or "").startswith("ring: ours graphs that fit the GPU")
+        assert device.engine.ring is None and not device.mapping.is_mapped
+        async with target.stream() as by_messages:
+            assert outcomes_of(await by_messages.ask(target.first_message(1, num_rows=6))) == {1: "OK"}
+        device.engine.attach_fails_with = None
+        await attach(target)
+    assert rig.failures == []
+
+
+async def test_a_capture_that_fails_otherwise_fails_the_service(rig: DrafterRig, device: Device) -> None:
+    device.engine.attach_fails_with = RuntimeError("CUDA error: an illegal memory access was encountered")
+    async with rig.target() as target:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await attach(target)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert rig.failures == ["engine"]
+
+
+async def test_a_driver_that_fails_during_a_launch_fails_the_service(
+    rig: DrafterRig, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DriverError("cuStreamWaitValue32", "CUDA_ERROR_LAUNCH_FAILED")
+
+    async with rig.target() as target:
+        await attach(target)
+        monkeypatch.setattr(device.flags, "await_ready", refuse)
+        async with target.stream() as stream:
+            await stream.call.write(begins(target, device, 7))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await reply(stream)
+            assert error.value.details() == "the drafter's engine failed"
+    assert rig.failures == ["engine"]
 
 
 async def test_a_broken_engine_fails_the_service_and_ends_the_stream(
