@@ -5,7 +5,9 @@ Composition only. What only a GPU needs is imported when there is one.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 
 from common import limits
 from common.contract import DraftContract, TargetContract
-from common.device import find_device
+from common.device import find_device, is_out_of_memory
 from common.embedding import SharedWeights, load_shared_weights
 from common.errors import ConfigError
 from common.handoff.ring import RingShape
@@ -61,7 +63,8 @@ def load_drafter(settings: DrafterSettings) -> LoadedDrafter:
     device = find_device(settings.device, dtype)
     draft_dir = resolve_model_dir(settings.model, field="model")
     target_dir = resolve_model_dir(settings.target_model, field="target_model")
-    shared, target = load_shared_weights(target_dir, dtype, device)
+    with _memory_for_weights(settings):
+        shared, target = load_shared_weights(target_dir, dtype, device)
     load = _load_for_gpu if device.type == "cuda" else _load_for_cpu
     return load(settings, draft_dir, shared, target)
 
@@ -79,7 +82,9 @@ def _load_for_cpu(
 def _load_for_gpu(
     settings: DrafterSettings, draft_dir: Path, shared: SharedWeights, target: TargetContract
 ) -> LoadedDrafter:
-    return drafter_on_gpu(settings, Draft.load(draft_dir, shared, target), shared, target)
+    with _memory_for_weights(settings):
+        draft = Draft.load(draft_dir, shared, target)
+    return drafter_on_gpu(settings, draft, shared, target)
 
 
 def drafter_on_gpu(
@@ -96,7 +101,8 @@ def drafter_on_gpu(
     ring = largest_ring(settings, target, contract, dtype)
     pool = _open_pool(settings)
     positions_max = contract.context_len_max + contract.block_size
-    try:
+    problem = "must fit the GPU's memory beside the weights"
+    with _memory_for("kv_tokens", problem, given=settings.kv_tokens):
         model = KernelDFlash(
             draft,
             shared,
@@ -115,10 +121,6 @@ def drafter_on_gpu(
             context_len_max=contract.context_len_max,
             on_captured=_log_captured,
         )
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            "kv_tokens", "must fit the GPU's memory beside the weights", given=settings.kv_tokens
-        ) from None
     log.info("device_memory", **{name.replace(" ", "_"): size for name, size in engine.memory})
     stream = engine.stream
     assert stream is not None
@@ -148,6 +150,21 @@ def largest_ring(
         dtype=dtype,
         extend_rows_max=settings.extend_rows_max,
     )
+
+
+def _memory_for_weights(settings: DrafterSettings) -> contextlib.AbstractContextManager[None]:
+    return _memory_for("device", "must have memory for the weights", given=settings.device)
+
+
+@contextlib.contextmanager
+def _memory_for(field: str, problem: str, *, given: object) -> Iterator[None]:
+    """ConfigError when there is no memory for what is done inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(field, problem, given=given) from None
 
 
 def _open_pool(settings: DrafterSettings) -> PagePool:
