@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 from common import limits
 from common.errors import TandemError
+from common.log import get_log
+
+log = get_log("descriptor_socket")
 
 # struct ucred: pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
@@ -70,13 +73,14 @@ def fetch_descriptors(path: str, token: bytes, count: int, deadline_s: float) ->
     deadline = time.monotonic() + deadline_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         try:
-            peer.settimeout(deadline_s)
+            _allow_until(deadline, peer)
             peer.connect(path)
             # The token is told to nobody else than the user that this process runs as.
             if _peer_uid(peer) != os.geteuid():
                 raise DescriptorsRefused("the socket belongs to another user")
+            _allow_until(deadline, peer)
             peer.sendall(token)
-            peer.settimeout(max(0.001, deadline - time.monotonic()))
+            _allow_until(deadline, peer)
             said, descriptors, _, _ = socket.recv_fds(peer, len(_HERE_THEY_ARE), count)
         except OSError as error:
             raise DescriptorsRefused(f"the socket could not be used: {type(error).__name__}") from error
@@ -94,15 +98,27 @@ def close_all(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
+def _allow_until(deadline: float, peer: socket.socket) -> None:
+    """Let the socket's next call wait for what is left. TimeoutError when that is nothing."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    peer.settimeout(left_s)
+
+
 async def _give_once(listener: socket.socket, token: bytes, descriptors: list[int]) -> None:
     loop = asyncio.get_running_loop()
     for _ in range(limits.DESCRIPTOR_TRIES_MAX):
         peer, _ = await loop.sock_accept(listener)
         with peer:
             if await _may_have_them(peer, token):
-                # A byte must travel with them, and one that fits the socket's buffer never blocks.
-                socket.send_fds(peer, [_HERE_THEY_ARE], descriptors)
-                return
+                try:
+                    # A byte must travel with them, and one that fits the socket's buffer never blocks.
+                    socket.send_fds(peer, [_HERE_THEY_ARE], descriptors)
+                    return
+                except OSError as error:
+                    # Byte and descriptors go together or not at all: nobody has them, and the token is good.
+                    log.warning("descriptors_not_given", problem=type(error).__name__)
 
 
 async def _may_have_them(peer: socket.socket, token: bytes) -> bool:

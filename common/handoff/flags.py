@@ -49,7 +49,11 @@ class FlagMemory:
             raise FlagsRefused("not memory that can be sealed") from error
         if seals & _SEALS != _SEALS or size != FLAG_BYTES:
             raise FlagsRefused(f"must be sealed and of {FLAG_BYTES} bytes, got {size}")
-        self._words = np.frombuffer(mmap.mmap(descriptor, FLAG_BYTES), dtype=np.uint32)
+        try:
+            mapped = mmap.mmap(descriptor, FLAG_BYTES)
+        except OSError as error:
+            raise FlagsRefused("not memory that can be written") from error
+        self._words = np.frombuffer(mapped, dtype=np.uint32)
         self._device_address: int | None = None
 
     @classmethod

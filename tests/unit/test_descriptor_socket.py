@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +141,36 @@ async def test_a_socket_that_never_answers_is_left_at_the_deadline(parent: Path)
         with pytest.raises(DescriptorsRefused):
             await fetch(path, b"t" * 32, deadline_s=0.2)
         assert asyncio.get_running_loop().time() - started < 2
+
+
+async def test_the_deadline_holds_for_all_calls_together(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(parent / "s")
+
+    def look_too_long(peer: socket.socket) -> int:
+        time.sleep(0.15)
+        return os.geteuid()
+
+    monkeypatch.setattr(descriptor_socket, "_peer_uid", look_too_long)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(1)
+        with pytest.raises(DescriptorsRefused, match="TimeoutError"):
+            await fetch(path, b"t" * 32, deadline_s=0.1)
+        peer, _ = listener.accept()
+        with peer:
+            assert peer.recv(64) == b"", "the token was said after the deadline"
+
+
+async def test_one_that_leaves_before_it_is_answered_leaves_the_descriptors_to_the_next(
+    parent: Path, descriptor: int
+) -> None:
+    async with giving_descriptors([descriptor], parent) as (path, token):
+        with socket.socket(socket.AF_UNIX) as hasty:
+            hasty.connect(path)
+            hasty.sendall(token)
+        close_all(await fetch(path, token))
 
 
 async def test_too_few_descriptors_are_none(parent: Path, descriptor: int) -> None:

@@ -74,6 +74,22 @@ def test_memory_that_can_shrink_or_is_of_another_size_is_refused(size: int, seal
     os.close(descriptor)
 
 
+def test_memory_that_nobody_may_write_is_refused() -> None:
+    descriptor = _memory(FLAG_BYTES, ALL | fcntl.F_SEAL_WRITE)
+    with pytest.raises(FlagsRefused, match="written"):
+        FlagMemory(descriptor)
+    os.close(descriptor)
+
+
+def test_memory_that_was_opened_to_be_read_only_is_refused() -> None:
+    descriptor = _memory(FLAG_BYTES, ALL)
+    reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    with pytest.raises(FlagsRefused, match="written"):
+        FlagMemory(reader)
+    os.close(reader)
+    os.close(descriptor)
+
+
 def test_what_is_no_memory_is_refused() -> None:
     reader, writer = os.pipe()
     with pytest.raises(FlagsRefused):
