@@ -20,7 +20,7 @@ def main() -> int:
     """Run the drafter; the exit status."""
     settings = load_settings_or_exit(DrafterSettings, "services.drafter")
     configure_log(settings.log_level, "drafter")
-    get_log("drafter").info("configuration", **settings.model_dump())
+    get_log("drafter").info("configuration", **settings.effective())
     limit_spinning()
     # Imported here: `--help` and a wrong setting need not wait seconds for torch.
     from services.drafter.loading import load_drafter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -58,6 +58,10 @@ class DrafterSettings(ServiceSettings):
     def dtype_name(self) -> str:
         """`dtype`, resolved."""
         return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+
+    def effective(self) -> dict[str, Any]:
+        """All settings as they hold: what is logged."""
+        return {**self.model_dump(), "dtype": self.dtype_name}
 
     @property
     def served_name(self) -> str:

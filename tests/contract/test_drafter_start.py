@@ -77,7 +77,8 @@ def test_it_serves_then_stops_at_sigterm_with_status_0_and_logs_its_configuratio
         process.kill()
     assert process.returncode == 0, logged
     events = [json.loads(line) for line in logged.splitlines()]
-    assert [event["listen"] for event in events if event["event"] == "configuration"] == [socket]
+    configured = [event for event in events if event["event"] == "configuration"]
+    assert [(event["listen"], event["dtype"]) for event in configured] == [(socket, "float32")]
     states = [event["state"] for event in events if event["event"] == "service_state"]
     assert states == ["serving", "draining", "stopped"]
 
