@@ -200,7 +200,9 @@ def _telling_seeds(row: torch.Tensor, p: Params, ids: list[int]) -> list[int]:
     raise AssertionError("no seed tells them all apart")
 
 
-def check_filters_keep_exactly_the_defined_tokens(device: str, dtype: torch.dtype, *, list_len: int) -> None:
+def check_filters_keep_exactly_the_defined_tokens(
+    device: str, dtype: torch.dtype, *, list_len: int, chunk: int = 128
+) -> None:
     vocab = 300
     ties = list(range(30, 250, 20))  # 11 tokens
     equal = torch.full((vocab,), -20.0)
@@ -231,7 +233,7 @@ def check_filters_keep_exactly_the_defined_tokens(device: str, dtype: torch.dtyp
             replace(p, seed=seed, position=3) for seed in _telling_seeds(row, replace(p, position=3), ids)
         ]
         rows = row.to(device).expand(len(params), vocab).contiguous()
-        chosen, _ = run_sample(rows, params, chunk=128, list_len=list_len)
+        chosen, _ = run_sample(rows, params, chunk=chunk, list_len=list_len)
         for token, each in zip(chosen, params, strict=True):
             scores = reference.noisy_scores(
                 row, **vars(replace(each, top_k=0, top_p=1.0, min_p=0.0)), slack=0

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def recipe(*arguments: str) -> str:
     """The last command of a dry run; not as a part of the make that may have started this test."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    environment = {n: value for n, value in os.environ.items() if not n.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(
         ["make", "--dry-run", *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=True,

@@ -18,7 +18,7 @@ from tests.kernel_checks.kernel_llama import Sizes
 
 SEED = 20261210
 VARIANTS: dict[str, dict[str, Any]] = {
-    "Qwen3, untied": {"qwen3": True, "tied": False, "num_layers": 3},
+    "Qwen3, untied": {"qwen3": True, "tied": False, "num_layers": 2},
     "Llama, three heads a group": {"num_heads": 3, "num_kv_heads": 1, "num_layers": 2},
 }
 
