@@ -20,7 +20,7 @@ def main() -> int:
     """Run the target; the exit status."""
     settings = load_settings_or_exit(TargetSettings, "services.target")
     configure_log(settings.log_level, "target")
-    get_log("target").info("configuration", **settings.model_dump())
+    get_log("target").info("configuration", **settings.effective())
     limit_spinning()
     # Imported here: `--help` and a wrong setting need not wait seconds for torch.
     from services.target.service import load_model, serve

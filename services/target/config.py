@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
@@ -105,6 +105,15 @@ class TargetSettings(ServiceSettings):
         if self.handoff == "device" and self.drafter is None:
             raise ConfigError("handoff", "must be auto or inline without --drafter", given=self.handoff)
         return self
+
+    def effective(self) -> dict[str, Any]:
+        """All settings as they hold: what is logged. The KV pool of a GPU is sized later."""
+        return {
+            **self.model_dump(),
+            "dtype": self.dtype_name,
+            "extend_rows_max": self.num_extend_rows_max,
+            "fronts": self.num_fronts,
+        }
 
     @property
     def dtype_name(self) -> str:

@@ -223,3 +223,9 @@ def test_the_hand_offs_socket_lies_beside_the_drafters_unless_a_directory_is_giv
     assert load("--drafter", "localhost:50052").handoff_parent == Path(tempfile.gettempdir())
     given = load("--drafter", "unix:/run/tandem/d.sock", "--handoff-dir", "/run/ring")
     assert given.handoff_parent == Path("/run/ring")
+
+
+def test_what_is_logged_are_the_settings_as_they_hold() -> None:
+    logged = load("--device", "cuda").effective()
+    assert (logged["dtype"], logged["extend_rows_max"], logged["fronts"]) == ("bfloat16", 2048, 1)
+    assert load().effective()["dtype"] == "float32"
