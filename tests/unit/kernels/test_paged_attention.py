@@ -14,11 +14,13 @@ GQA = Shape(heads=6, kv_heads=2, head_dim=16, page_size=16)  # three query heads
 DTYPES = [torch.float32, torch.float16]
 
 
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "causal", "window"),
-    [(1, True, None), (8, True, None), (8, False, None), (8, True, 50), (8, False, 50), (1, True, 1)],
-)
+    ("rows", "causal", "window", "split"),
+    [
+        (1, True, None, False), (8, True, None, False), (8, False, None, True), (8, True, 50, True),
+        (8, False, 50, False), (1, True, 1, True),
+    ],
+)  # fmt: skip
 def test_rows_of_a_block_see_what_the_mask_lets_them(
     rows: int, causal: bool, window: int | None, split: bool
 ) -> None:
@@ -48,12 +50,11 @@ def test_more_rows_than_a_tile_holds_take_several() -> None:
         )
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_prompt_chunks_and_single_rows_share_a_ragged_launch(window: int | None) -> None:
-    for split in (False, True):
-        checks.check_ragged_rows(
-            "cpu", torch.float16, SEED, GQA, [70, 1, 9], [70, 130, 200], window=window, split=split
-        )
+@pytest.mark.parametrize(("window", "split"), [(None, False), (40, True)])
+def test_prompt_chunks_and_single_rows_share_a_ragged_launch(window: int | None, split: bool) -> None:
+    checks.check_ragged_rows(
+        "cpu", torch.float16, SEED, GQA, [70, 1, 9], [70, 130, 200], window=window, split=split
+    )
 
 
 @pytest.mark.usefixtures("products_in_order")

@@ -35,5 +35,7 @@ def test_the_noise_is_made_of_the_published_words_bit_for_bit() -> None:
 
 
 def test_filters_keep_exactly_the_defined_tokens_also_among_equals() -> None:
-    # A list that all fit but the flat tail, a row in one chunk; tests/gpu has other lists, in several.
-    checks.check_filters_keep_exactly_the_defined_tokens("cpu", torch.bfloat16, list_len=32, chunk=512)
+    # A list that all fit but the flat tail, a row in one chunk, and every second case; tests/gpu has all.
+    checks.check_filters_keep_exactly_the_defined_tokens(
+        "cpu", torch.bfloat16, list_len=32, chunk=512, stride=2
+    )
