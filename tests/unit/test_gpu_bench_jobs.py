@@ -169,7 +169,8 @@ def test_a_soak_counts_what_it_did_and_finds_nothing_where_nothing_leaks() -> No
     plan = replace(PLAN, job=Job.SOAK, concurrency=(6,), amount=120)
     subject, rig = contender(Mode.INPROCESS, spoil=0.2)
     done: list[int] = []
-    result = Soak(plan, subject, PROMPTS, seed=random.randrange(2**32)).run(lambda: None, done.append)
+    # Of 36 requests a random seed leaves all alone once in fifty.
+    result = Soak(plan, subject, PROMPTS, seed=7).run(lambda: None, done.append)
     assert result.complaints == []
     assert result.num_steps >= 120 and done[-1] == result.num_steps
     assert 0 < result.num_cancelled < result.num_requests
