@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from common.contract import DraftContract, Mismatch
+from common.contract import DraftContract
 from common.handoff.transport import Outcome
 from common.paged_kv import PageEntry, PagePool, PageTable
 from services.drafter.draft_work import DeviceAppend, DraftResults, DraftWork
-from services.target.core.draft_fit import DraftDoesNotFit
-from services.target.core.draft_source import DraftSource, PlainReason
 from services.target.core.pipelined_source import PostedExtend, PostedRow, PostedStep
+from tools.gpu_bench.same_stream import SameStreamDrafter
 
 if TYPE_CHECKING:
     from common.handoff.ring import Ring
@@ -56,48 +55,23 @@ class DraftTimes:
     draft_s: list[float] = field(default_factory=list)
 
 
-class InprocessDrafter:
+class InprocessDrafter(SameStreamDrafter):
     """A PipelinedDrafter over an engine that works on the target's stream and is attached to its ring."""
-
-    inline: DraftSource | None = None
 
     def __init__(self, engine: DraftingEngine, draft: DraftContract, ring: Ring, pool: PagePool) -> None:
         """pool: the pages of the engine's K/V; each of its lanes must find what a request can need."""
-        self.draft: DraftContract | None = draft
-        self.ring: Ring | None = ring
+        super().__init__(draft, ring)
         self.times = DraftTimes()
         self._engine = engine
         self._block_size = draft.block_size
         self._pool = pool
         self._free_lanes = list(reversed(range(engine.sentinel_lane)))
         self._sessions: dict[int, _Session] = {}
-        self._rows: dict[int, int] = {}
         self._tickets: dict[int, Ticket] = {}
 
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
-
-    def settle(self) -> None: ...
-
-    def refuse(self, mismatch: Mismatch) -> None:
-        raise DraftDoesNotFit(mismatch)
-
-    def lost_sessions(self) -> set[int]:
-        return set()
-
-    def draft_rows(self, session_ids: list[int]) -> list[int]:
-        return [self._rows.get(session_id, -1) for session_id in session_ids]
-
-    def why_plain(self, session_id: int) -> PlainReason:
-        # Its prompt ended in the step before, or it does not draft: nothing else happens in one process.
-        return PlainReason.UNAVAILABLE
-
-    def await_drafts(self) -> None:
-        """The stream is the one that drafted."""
-
-    def mark_ready(self) -> None:
-        """What drafts comes later on the same stream."""
 
     def post(self, step: PostedStep) -> None:
         for session_id in step.ended:

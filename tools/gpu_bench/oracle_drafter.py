@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.contract import DraftContract, Mismatch
-from services.target.core.draft_fit import DraftDoesNotFit
-from services.target.core.draft_source import DraftSource, PlainReason
+from common.contract import DraftContract
 from services.target.core.pipelined_source import PostedStep
 from services.target.core.roster import Roster
+from tools.gpu_bench.same_stream import SameStreamDrafter
 
 if TYPE_CHECKING:
     from common.handoff.ring import Ring
@@ -27,10 +26,8 @@ _WRONG_EVERY = 8
 _SCATTER = 2654435761
 
 
-class OracleDrafter:
+class OracleDrafter(SameStreamDrafter):
     """A PipelinedDrafter for requests whose tokens were told by `learn`."""
-
-    inline: DraftSource | None = None
 
     def __init__(
         self,
@@ -43,8 +40,7 @@ class OracleDrafter:
         vocab_rows: int,
     ) -> None:
         """roster: finds a session's request. num_lanes: sessions at once."""
-        self.draft: DraftContract | None = draft
-        self.ring: Ring | None = ring
+        super().__init__(draft, ring)
         self._roster = roster
         self._vocab_rows = vocab_rows
         self._truths: dict[tuple[int, ...], list[int]] = {}
@@ -52,31 +48,10 @@ class OracleDrafter:
         self._ahead = torch.arange(1, draft.num_draft_tokens + 1, device=ring.drafts.device)
         self._free_lanes = list(range(num_lanes))
         self._lanes: dict[int, int] = {}
-        self._rows: dict[int, int] = {}
 
     def learn(self, prompt: list[int], output: list[int]) -> None:
         """What plain decoding gave after this prompt."""
         self._truths[tuple(prompt)] = prompt + output
-
-    def settle(self) -> None: ...
-
-    def refuse(self, mismatch: Mismatch) -> None:
-        raise DraftDoesNotFit(mismatch)
-
-    def lost_sessions(self) -> set[int]:
-        return set()
-
-    def draft_rows(self, session_ids: list[int]) -> list[int]:
-        return [self._rows.get(session_id, -1) for session_id in session_ids]
-
-    def why_plain(self, session_id: int) -> PlainReason:
-        return PlainReason.UNAVAILABLE
-
-    def await_drafts(self) -> None:
-        """The stream is the one that drafted."""
-
-    def mark_ready(self) -> None:
-        """What drafts comes later on the same stream."""
 
     def post(self, step: PostedStep) -> None:
         for session_id in step.ended:

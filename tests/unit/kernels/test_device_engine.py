@@ -11,6 +11,7 @@ import torch
 
 from common.contract import DraftContract
 from common.handoff.ring import Ring, RingShape
+from common.kernels.lanes import NUM_JOINS
 from common.paged_kv import PageEntry, PagePool
 from services.target.core.control_buffer import LAUNCHES_IN_FLIGHT_MAX
 from services.target.core.device_engine import DeviceEngine, positions_max
@@ -107,6 +108,29 @@ def test_verified_text_is_the_cpu_engines_whatever_is_drafted(
 
 def test_plain_text_is_the_cpu_engines(weights: LlamaWeights) -> None:
     rig_over(engine_over(PagedLlama(weights, PAGE_SIZE)), None).run(riders(weights, 4, 1, num_wanted=6))
+
+
+def test_only_the_drafters_turn_lies_between_enter_and_leave(weights: LlamaWeights) -> None:
+    """The upload before, the step inside, the download after: the drafter waits for no copy."""
+    engine, ring = engine_over(PagedLlama(weights, PAGE_SIZE)), a_ring(32)
+    engine.prepare_drafting(contract(), ring)
+    engine.join(1, SamplingParams())
+    ring.count.fill_(-7)
+    number = engine._number
+    engine._results.words(number)[:] = -7
+
+    def enter() -> None:
+        assert engine._lane_control.device[NUM_JOINS] == 1, "the lane was not uploaded"
+        assert (ring.count == -7).all(), "the step ran before its turn"
+
+    def leave() -> None:
+        assert ring.count[0] == 0 and ring.base[0] == 3, "the step did not publish in its turn"
+        assert (engine._results.words(number) == -7).all(), "results were downloaded in the drafter's turn"
+
+    begin = [ExtendRows(1, 0, [5, 6, 7], True, 0)]
+    pages = [PageEntry(1, i, 1 + i) for i in range(2)]
+    ticket = engine.launch(Launch(extends=begin, draft_rows=[], pages=pages), enter, leave)
+    assert engine.results_to_host(ticket).extend_finite.all()
 
 
 def test_drafts_by_messages_are_verified_and_states_come_back(weights: LlamaWeights) -> None:
